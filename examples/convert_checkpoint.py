@@ -14,8 +14,8 @@ Without --weights, fp8 and fp4 become bfloat16.
 The same command resumes an interrupted run: a shard is kept if its checksum still matches, and gets
 its final name only when complete. One shard is in memory at a time: at most --max-shard-size, or
 the largest tensor. Tensors that are not quantized are copied unchanged. Layers for multi-token
-prediction stay unless --layers is given, but models.load reads none and --weights alone writes
-none. With --experts the model generates no sensible text, but runs like the whole model.
+prediction stay unless --layers is given; with --weights alone, those that models.load can load.
+With --experts the model generates no sensible text, but runs like the whole model.
 """
 
 import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep

@@ -111,6 +111,8 @@ def build(config, layers: int | None, heads: bool = True, mtp: bool = False):
     if not heads:
         share_experts_alone(config.get_text_config())
     model_class = getattr(transformers, name)
+    if not isinstance(config, model_class.config_class):  # of a model whose text alone runs
+        config = config.get_text_config()
     if mtp:
         model_class = with_mtp(model_class)
     with torch.device("meta"):
@@ -321,7 +323,7 @@ def main() -> None:
         parser.error("--layers needs a checkpoint")
     for option in ("layers", "ranks", "memory"):
         if arguments.mtp and getattr(arguments, option) is not None:
-            parser.error(f"--mtp is not for --{option}, as mtp of models.load")
+            parser.error(f"--mtp is not for --{option}: it counts the layer of a whole model")
     with one_line_errors("--layers", "--memory", "--mtp"):
         compute(arguments)
 

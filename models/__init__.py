@@ -111,7 +111,7 @@ def load(
             much. None: the whole model is in memory.
         mtp: also load the layer for multi-token prediction, with which
             ``model.generate(ids, use_mtp=True)`` drafts tokens: docs/drafts.md. Not for a part of
-            the layers, ranks that share a model, or ``memory``.
+            the layers.
         revision: branch, tag or commit of a repository; None: its main branch.
         others: none; those of transformers' ``from_pretrained`` are rejected with what to pass
             instead.

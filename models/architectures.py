@@ -45,15 +45,15 @@ ARCHITECTURES = {
     "DeepseekV4ForCausalLM": Architecture(
         "DeepSeek-V4", "deepseek_v4", "PagedDeepseekV4Attention", served=True
     ),
-    "HYV4ForCausalLM": Architecture("Hy4", "hy_v4", "PagedHYV4Attention", served=True),
+    "HYV4ForCausalLM": Architecture("Hy4", "hy_v4", "PagedHYV4Attention", served=True, mtp=True),
     "HYV4VLForConditionalGeneration": Architecture(
         "Hy4 with images and videos", "hy_v4_vl", "PagedHYV4VLAttention", "5.24"
     ),
     "Dots3NoteForCausalLM": Architecture(
-        "Dots 3 Note, text", "dots3_note", "PagedDots3NoteAttention", "5.23"
+        "Dots 3 Note, text", "dots3_note", "PagedDots3NoteAttention", "5.23", mtp=True
     ),
     "Glm5NextForConditionalGeneration": Architecture(
-        "GLM-5.3-Flash", "glm5_next", "PagedGlm5NextAttention"
+        "GLM-5.3-Flash", "glm5_next", "PagedGlm5NextAttention", mtp=True
     ),
     "MistralLarge4ForConditionalGeneration": Architecture(
         "Mistral Large 4", "mistral_large4", "PagedMistralLarge4Attention", "5.23"
@@ -89,6 +89,13 @@ def check_widths(config, pools: dict[str, Pool]) -> None:
                 )
 
 
+def attention_class(name: str) -> Any:
+    """The patched attention class of a model class in :data:`ARCHITECTURES`."""
+    architecture = ARCHITECTURES[name]
+    module = import_module(f".{architecture.folder}", __package__)
+    return getattr(module, architecture.attention)
+
+
 def available() -> list[str]:
     """The supported model classes that the installed transformers has."""
     names = dir(transformers)  # of all that it has: a sixth of a second
@@ -110,9 +117,7 @@ def attention_classes(caller: str, model: PreTrainedModel) -> tuple[Any, Any]:
             f"{caller}: model must be a {' or '.join(available())} of transformers, "
             f"got {type(model).__module__}.{type(model).__qualname__}{inside}"
         )
-    architecture = ARCHITECTURES[name]
-    module = import_module(f".{architecture.folder}", __package__)
-    paged = getattr(module, architecture.attention)
+    paged = attention_class(name)
     return paged.__bases__[-1], paged
 
 

@@ -36,6 +36,25 @@ class Counting(NamedTuple):
     columns: bool = False
 
 
+class Mtp(NamedTuple):
+    """The layer for multi-token prediction of an architecture: :mod:`.mtp`."""
+
+    #: its entries in lists of the config by layer; None: that of the last layer
+    types: dict[str, str | None] = {
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "indexer_types": "full",
+    }
+    #: whether its residuals are plain where the other layers have streams
+    plain: bool = False
+    #: whether it has an embedding of its own
+    embeds: bool = False
+    #: parts of names on disk, as patterns, and what they are in the model; ``{}``: its number
+    names: dict[str, str] = {}
+    #: whether a config without the number of such layers, or with another, has one
+    always: bool = False
+
+
 class PatchedAttention:
     """Mixin for an upstream attention class with unchanged parameters: it attends on the ops, slice
     by slice, if a :class:`Step` is in place of the mask, else it takes the upstream path.
@@ -67,6 +86,8 @@ class PatchedAttention:
     slice_tokens: int
     #: whether the layer drafts, behind the layers of a forward: :mod:`.mtp`
     is_mtp = False
+    #: what such a layer of this architecture has
+    mtp = Mtp()
     #: whether a forward of the model is :mod:`.batch_invariant`
     batch_invariant = False
     #: mixins of :mod:`.one_op` and :mod:`.routing` for modules of upstream, by their class
@@ -162,6 +183,10 @@ class PatchedAttention:
         if self.lends_selection:
             layer.selection.indices = indices
         return output, indices
+
+    def rotations(self, text: nn.Module, x: Tensor, position_ids: Tensor):
+        """What a forward of ``text`` hands this layer as position embeddings."""
+        return text.rotary_emb(x, position_ids=position_ids)
 
     def angles(self, position_embeddings) -> tuple[Tensor | None, Tensor | None]:
         """Cosines and sines ``[B, S, R]`` of this layer."""

@@ -124,7 +124,8 @@ class Patch:
         for name, method in METHODS.items():
             setattr(model, name, partial(method, model))
         if mtp_attention(text) is not None:
-            model.generate = wraps(model.generate)(partial(generate, model))
+            below = vars(model).get("generate")  # which reads experts in files
+            model.generate = wraps(model.generate)(partial(generate, model, below))
         text.register_forward_hook(generation.finish_forward, with_kwargs=True)
         if self.indexer_loss.kind:
             model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True)
@@ -160,8 +161,9 @@ class Patch:
                         vars(module)[kind].pop(key, None)
         for name in METHODS:
             vars(model).pop(name, None)
-        if mtp_attention(text) is not None:
-            vars(model).pop("generate", None)
+        if mtp_attention(text) is not None and (patched := vars(model).pop("generate", None)):
+            if (below := patched.args[1]) is not None:
+                model.generate = below
 
 
 def use_ops(model, paged: type) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import calls
 from .one_op import Mixin
+from .patched import is_mtp
 
 
 class LayerRouter(NamedTuple):
@@ -121,7 +122,7 @@ def routed_layers(caller: str, text) -> dict[nn.Module, int]:
     for i, outermost in enumerate(text.layers):
         # not by an attribute: torch's checkpoint_wrapper has those of the layer inside
         layer = next((x for x in outermost.modules() if "self_attn" in x._modules), outermost)
-        if router_of(layer) is None:
+        if router_of(layer) is None or is_mtp(layer.self_attn):
             continue
         hooked = "forward" in vars(layer) and "_old_forward" not in vars(layer)
         if not hasattr(type(layer), "is_routed_layer") or hooked:

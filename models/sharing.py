@@ -202,6 +202,11 @@ def facts_of_config(config, title: str) -> dict[str, object]:
     return {f"{x} of {title}": y for x, y in values if x not in ("_name_or_path", "_commit_hash")}
 
 
+def is_shared(model: nn.Module) -> bool:
+    """Whether the ranks of the process group share the weights of ``model``."""
+    return dist.is_initialized() and (model._tp_size or 1) == dist.get_world_size() > 1
+
+
 def check_requests(model: nn.Module, generation_config, tokens: bool) -> None:
     """Rejects a ``generate()`` of ranks that share a model, or prompts, with other arguments: the
     ranks would go on with other tokens, or one would wait for those that have stopped.
@@ -212,8 +217,7 @@ def check_requests(model: nn.Module, generation_config, tokens: bool) -> None:
         ConnectionError: a rank has ended or hangs.
         ValueError: names the value.
     """
-    weights = dist.is_initialized() and (model._tp_size or 1) == dist.get_world_size() > 1
-    if not (tokens or weights):
+    if not (tokens or is_shared(model)):
         return
     facts = facts_of_config(generation_config, "generation_config")
     facts |= {f"{x} of use_custom_pypto": y for x, y in text_model(model)._custom_pypto.facts()}

@@ -5,7 +5,7 @@ from tiny import made, randomise, tiny_model
 
 from custom_pypto import models
 from custom_pypto.models.architectures import ARCHITECTURES
-from custom_pypto.models.mtp.layer import add_mtp
+from custom_pypto.models.mtp.layer import add_mtp, mtp_layer
 from custom_pypto.models.patched import text_model
 
 MTP_KINDS = [it.folder for it in ARCHITECTURES.values() if it.mtp]
@@ -32,9 +32,11 @@ def upstream_drafting(kind="deepseek_v32", right=True, **changes):
     layer = add_mtp(model)
     randomise(layer, norm=0.3)
     if right:
-        weakened(model.model.layers)
+        weakened(text_model(model).layers)
         layer.enorm.load_state_dict({"weight": torch.ones_like(layer.enorm.weight)}, strict=False)
-        layer.shared_head.norm.load_state_dict(model.model.norm.state_dict())
+        layer.shared_head.norm.load_state_dict(text_model(model).norm.state_dict())
+        if hasattr(layer, "embed_tokens"):
+            layer.embed_tokens.load_state_dict(model.get_input_embeddings().state_dict())
         hidden = layer.eh_proj.out_features
         layer.eh_proj.weight.mul_(0.1)
         layer.eh_proj.weight[:, :hidden] += torch.eye(hidden)
@@ -49,7 +51,12 @@ def drafting_model(kind="deepseek_v32", right=True, **changes):
 
 def mtp_rows(model, cache, sequence):
     """What the pools of the MTP layer hold of a sequence, by pool."""
-    layer = cache.store.layers[len(text_model(model).layers) - 1]
-    rows = int(cache.lengths[sequence]) - 1
-    table = cache.block_table[sequence].long()
-    return {name: pool[table].flatten(0, 1)[:rows] for name, pool in layer.pools.items()}
+    layer = cache.store.layers[mtp_layer(text_model(model)).self_attn.layer_idx]
+    tokens, found = int(cache.lengths[sequence]) - 1, {}
+    for name, pool in layer.pools.items():
+        layout = layer.layouts[name]
+        if layout.ring and not layout.ratio:  # inputs of groups: tokens that later ones need
+            continue
+        rows = pool[layer.tables[layout][sequence].long()].flatten(0, 1)
+        found[name] = rows[: tokens // layout.ratio]
+    return found

@@ -59,6 +59,11 @@ NAMES_ON_DISK = {
         "up_proj": "w3",
     },
 }
+# the same of a layer for multi-token prediction
+MTP_ON_DISK = {
+    "hy_v4": {"shared_head.norm": "mtp_layers.0.final_layernorm", "": "mtp_layers.0."},
+    "dots3_note": {"embed_tokens": "mtp.embed_tokens"},
+}
 LINEAR = re.compile(r"(?<!weights)_proj(_with_mqa)?\.weight|\.(wq_b|wk)\.weight")
 V4_LINEAR = re.compile(
     r"(attn|indexer)\.w(q_a|q_b|kv|o_a|o_b)\.|shared_experts\.|mtp\.\d+\.[eh]_proj\."
@@ -76,6 +81,9 @@ def kind_of(config):
 def weights_on_disk(model):
     """The tensors of ``model``, of any device, under the names of a published checkpoint."""
     kind, weights = kind_of(model.config), {}
+    layer = f"layers.{model.config.num_hidden_layers}."
+    mtp = {layer + in_model: on_disk for in_model, on_disk in MTP_ON_DISK.get(kind, {}).items()}
+    names = NAMES_ON_DISK.get(kind, {}) | mtp
     for name, tensor in model.state_dict().items():
         prefix, fused, projection = name.partition(".experts.")
         fused = fused and kind != "hy_v4"  # whose experts are stacked on disk, too
@@ -85,7 +93,7 @@ def weights_on_disk(model):
                 parts = [projection] if projection == "down_proj" else ["gate_proj", "up_proj"]
                 parts = [f"{prefix}.experts.{i}.{part}.weight" for part in parts]
             for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
-                for in_model, on_disk in NAMES_ON_DISK.get(kind, {}).items():
+                for in_model, on_disk in names.items():
                     part = part.replace(in_model, on_disk)
                 weights[part] = weight
     return weights
@@ -148,25 +156,42 @@ def shards_of(model):
         if layer := re.search(r"layers\.(\d+)\.", name):
             place = layer[1]
         shards[place][name] = list(tensor.shape)
-    last, hidden = config.num_hidden_layers - 1, config.hidden_size
-    if config.model_type == V4:
-        old, new = f"layers.{last}.", "mtp.0."
+    shards["mtp"] = mtp_shard(config, shards)
+    return shards.values()
+
+
+# of a layer for multi-token prediction what it lacks of the layer before it: V4's drafts from a
+# window alone, Hy4's has no streams, Dots 3 Note's no experts
+LACKS = {V4: r"compressor|attn\.indexer", "hy_v4": r"\.hc_", "dots3_note_text": r"\.mlp\."}
+
+
+def mtp_shard(config, shards):
+    """Names and shapes of a layer for multi-token prediction."""
+    kind, last, hidden = config.model_type, config.num_hidden_layers - 1, config.hidden_size
+    old, prefix, parts = f"{last}", f"model.layers.{last + 1}.", {}
+    extra = {"eh_proj.weight": [hidden, 2 * hidden], "shared_head.norm.weight": [hidden]}
+    if kind == V4:
+        prefix = "mtp.0."
         extra = {"e_proj.weight": [hidden, hidden], "h_proj.weight": [hidden, hidden]}
         extra |= {name: shape for name, shape in shards["head"].items() if "hc_head" in name}
         extra |= {"norm.weight": [hidden]}
-    else:
-        old, new = f"layers.{last}.", f"layers.{last + 1}."
-        extra = {"eh_proj.weight": [hidden, 2 * hidden], "shared_head.norm.weight": [hidden]}
-    mtp = {
-        name.replace(old, new): shape
-        for name, shape in shards[f"{last}"].items()
-        # V4's drafts from a window alone
-        if config.model_type != V4 or not re.search(r"compressor|attn\.indexer", name)
+    elif kind == "hy_v4":
+        prefix = "model.mtp_layers.0."
+        extra["final_layernorm.weight"] = extra.pop("shared_head.norm.weight")
+    elif kind == "dots3_note_text":
+        old = "1"  # of a window
+        parts = {name: shape for name, shape in shards["0"].items() if ".mlp." in name}
+    parts |= {
+        name: shape
+        for name, shape in shards[old].items()
+        if not (kind in LACKS and re.search(LACKS[kind], name))
     }
-    prefix = re.match(rf".*{new}", next(iter(mtp)))[0]
+    mtp = {re.sub(r".*?layers\.\d+\.", prefix, name): shape for name, shape in parts.items()}
     extra |= {"enorm.weight": [hidden], "hnorm.weight": [hidden]}
-    shards["mtp"] = mtp | {f"{prefix}{name}": shape for name, shape in extra.items()}
-    return shards.values()
+    mtp |= {f"{prefix}{name}": shape for name, shape in extra.items()}
+    if kind == "dots3_note_text":
+        mtp["model.mtp.embed_tokens.weight"] = [config.vocab_size, hidden]
+    return mtp
 
 
 def write_published(path, config, save=save_file, experts="fp4"):

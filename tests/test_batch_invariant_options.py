@@ -136,7 +136,7 @@ def test_weights_of_another_library_are_named():
         invariant(model)(token_ids(1, 4))
 
 
-@pytest.mark.parametrize("kind", MTP_KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in MTP_KINDS if kind != "glm5_next"])
 @torch.no_grad()
 def test_logits_of_a_text_have_the_same_bits_with_drafts(kind):
     model = upstream_drafting(kind).bfloat16()

@@ -17,6 +17,7 @@ from conversion_harness import (  # noqa: F401
     tensors_of,
 )
 from loading_harness import INDEX, LOADED_KINDS, edit_tensor
+from mtp_harness import MTP_KINDS
 from processes import PAGES, in_a_process, peak_of, status
 from published import V4, published, save_sparse, true_weights, write_published
 from tiny import ALL_KINDS, marks_of, tiny_config, tiny_model
@@ -58,9 +59,11 @@ def texts_of(path, *names):
 def test_files_are_those_that_load_and_save_pretrained_write(make, kind, convert, tmp_path):
     source = make(tmp_path / "source", kind)
     (source / "tokenizer.json").write_text("{}")
+    mtp = make is published_wide and kind in MTP_KINDS
     for weights in KINDS_OF_WEIGHTS:
         saved, target = tmp_path / f"{weights}-saved", tmp_path / weights
-        models.load(source, weights=weights).save_pretrained(saved, max_shard_size="60KB")
+        model = models.load(source, weights=weights, mtp=mtp)
+        model.save_pretrained(saved, max_shard_size="60KB")
         assert "0 kept" in convert(source, target, "--weights", weights, *SHARDS)
         assert_same_tensors(tensors_of(target), tensors_of(saved))
         names = ("config.json", "generation_config.json")
@@ -71,6 +74,16 @@ def test_files_are_those_that_load_and_save_pretrained_write(make, kind, convert
         assert (target / "tokenizer.json").read_text() == "{}"
         assert_checksums_hold(target)
         assert_same_tensors(models.load(target).state_dict(), models.load(saved).state_dict())
+        if mtp:
+            assert_same_tensors(models.load(target, mtp=True).state_dict(), model.state_dict())
+
+
+def test_a_model_that_was_saved_without_its_mtp_layer(convert, tmp_path):
+    source = published_wide(tmp_path / "source", "glm_moe_dsa")
+    models.load(source).save_pretrained(tmp_path / "saved")  # whose config.json still has the key
+    convert(tmp_path / "saved", tmp_path / "int4", "--weights", "int4")
+    want = models.load(tmp_path / "saved", weights="int4").state_dict()
+    assert_same_tensors(models.load(tmp_path / "int4").state_dict(), want)
 
 
 def test_the_first_layers(convert, tmp_path):

@@ -15,10 +15,10 @@ from loading_harness import (
     published_in_fp8,  # noqa: F401
 )
 from model_harness import assert_close
-from mtp_harness import MTP_KINDS
+from mtp_harness import MTP_KINDS, upstream_drafting
 from published import V4, published, true_weights, weights_on_disk
 from safetensors import safe_open
-from tiny import KINDS, YARN, token_ids
+from tiny import KINDS, YARN, tiny_model, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV4ForCausalLM
 from transformers.integrations import finegrained_fp8
@@ -92,16 +92,17 @@ def names_of(path):
 
 
 @pytest.mark.parametrize("weights", [None, "stored", "int8", "int4"])
-@pytest.mark.parametrize("kind", MTP_KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in MTP_KINDS if kind in KINDS])
 def test_the_mtp_layer_loads_in_every_format_and_is_saved(kind, weights, tmp_path):
     path = published(tmp_path / "checkpoint", kind, moe_intermediate_size=128)
     model, without = (models.load(path, mtp=it, weights=weights) for it in (True, False))
     if weights is None:
         assert_equal_to_the_bit(model, path)
     layer = model.model.layers[3]
+    experts = "mlp.gate_proj" if kind == "dots3_note" else "mlp.experts"
     kinds = {name: module.kind for name, module in layer.named_modules() if hasattr(module, "kind")}
     assert len(without.model.layers) == 3 and (weights is None) == (not kinds)
-    assert weights is None or {"mlp.experts", "eh_proj", "self_attn.o_proj"} <= kinds.keys()
+    assert weights is None or {experts, "eh_proj", "self_attn.o_proj"} <= kinds.keys()
     ids = token_ids(1, 40)
     got = model.generate(ids, max_new_tokens=6, use_mtp=True)
     assert torch.equal(got, without.generate(ids, max_new_tokens=6))  # nothing accepted, by chance
@@ -117,18 +118,37 @@ def test_the_mtp_layer_loads_in_every_format_and_is_saved(kind, weights, tmp_pat
     assert len(upstream.model.layers) == 3
 
 
-REJECTED_WITH_MTP = {
-    "num_hidden_layers": 2,
-    "memory": "1GB",
-    "tensor_parallel": True,
-    "expert_parallel": True,
-}
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_saved_model_of_text_and_images_has_its_mtp_layer(weights, tmp_path):
+    upstream = upstream_drafting("glm5_next")
+    upstream.save_pretrained(tmp_path)
+    model = models.load(tmp_path, mtp=True, weights=weights)
+    if weights is None:
+        for name, tensor in upstream.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), name
+    ids = token_ids(1, 40)
+    got = model.generate(ids, max_new_tokens=12, use_mtp=True, return_dict_in_generate=True)
+    assert got.drafts.accepted[0] > 0
+    without = models.load(tmp_path, weights=weights)
+    assert torch.equal(got.sequences, without.generate(ids, max_new_tokens=12))
 
 
-@pytest.mark.parametrize("option", REJECTED_WITH_MTP)
-def test_options_that_exclude_the_mtp_layer_are_named(option, tmp_path):
-    with pytest.raises(ValueError, match=f"load: mtp must be False with {option}, got True"):
-        models.load(tmp_path, mtp=True, **{option: REJECTED_WITH_MTP[option]})
+def test_a_part_of_the_layers_has_no_mtp_layer(tmp_path):
+    with pytest.raises(ValueError, match="load: mtp must be False with num_hidden_layers, got"):
+        models.load(tmp_path, mtp=True, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    "kind, why",
+    [
+        ("mistral_large4", "whose checkpoint has DSpark layers instead"),
+        ("hy_v4_vl", "whose layer would need the positions of images"),
+    ],
+)
+def test_models_that_do_not_draft_by_mtp_are_named_with_the_reason(kind, why, tmp_path):
+    tiny_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"load: mtp must be False for a \w+ \({why}\), got"):
+        models.load(tmp_path, mtp=True)
 
 
 def test_a_checkpoint_without_the_mtp_layer_is_named(tmp_path):

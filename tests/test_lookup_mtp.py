@@ -54,7 +54,9 @@ def hidden_first(monkeypatch):
 def tokens_one_earlier(monkeypatch):
     draft = mtp.Drafting.draft
     monkeypatch.setattr(
-        mtp.Drafting, "draft", lambda self, ids, *rest: draft(self, ids.roll(1, 1), *rest)
+        mtp.Drafting,
+        "draft",
+        lambda self, ends, *rest: draft(self, [x.roll(1) for x in ends], *rest),
     )
 
 

@@ -5,9 +5,12 @@ import functools
 import tempfile
 from pathlib import Path
 
+from custom_pypto.models.architectures import supported_model
+from custom_pypto.models.loading.checkpoint import stored_tensors
 from custom_pypto.models.loading.parameters import Parameter, dtypes_of
 from custom_pypto.models.loading.plan import check_scale_values, plan_for
 from custom_pypto.models.loading.request import Request
+from custom_pypto.models.mtp.layer import has_mtp
 from custom_pypto.models.weights.modules import SCALE
 from custom_pypto.models.weights.on_disk import StoredWeight
 
@@ -19,13 +22,17 @@ class Stored(Conversion):
 
     Args:
         kind: the format, of ``models.load``.
-        layers: the first ones alone; None: all.
+        layers: the first ones alone; None: all, and an MTP layer that ``models.load`` can load.
     """
 
     def __init__(self, source, kind, layers, max_shard_size):
         options = {"weights": kind, "layers": layers, "max_shard_size": max_shard_size}
         super().__init__(source, options)
-        self.plan = plan_for(source, Request.of("auto", layers, None, False, False, kind, None))
+        mtp = layers is None and has_mtp(*supported_model("SOURCE", source.folder))
+        if mtp:  # the config of a saved model says so even if the layer was not loaded
+            mtp = bool(stored_tensors(source, lambda name: name.endswith("eh_proj.weight"), {}))
+        asked = Request.of("auto", layers, None, False, False, kind, None, mtp)
+        self.plan = plan_for(source, asked)
         if not self.plan.kinds:
             raise ValueError(
                 f"SOURCE must have linear layers or experts that --weights {kind} keeps, got "

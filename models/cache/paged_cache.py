@@ -241,8 +241,13 @@ class PagedCache(Cache):
             ValueError: more tokens than the rings can spare, but not all: their window is
                 overwritten.
         """
-        self.sequences.crop(tokens_to_remove)
-        if self.store.recurrent and self.seen == 0:
+        removed = -tokens_to_remove
+        restores = removed > 0 and self.store.can_take_back(removed)
+        self.sequences.crop(tokens_to_remove, restores)
+        if restores:
+            for layer in self.store.recurrent:
+                layer.take_back(removed)
+        elif self.store.recurrent and self.seen == 0:
             self.store.reset_recurrent()
 
     def reset(self) -> None:

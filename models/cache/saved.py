@@ -15,8 +15,9 @@ from torch import Tensor
 from custom_pypto.files import save_tensors
 from custom_pypto.rows.parts import write
 
+from .recurrent import RecurrentLayer
 from .sequence import Sequences
-from .store import PagedLayer, RecurrentLayer, Store, slots
+from .store import PagedLayer, Store, slots
 
 VERSION = "custom_pypto.PagedCache 1"
 LENGTHS = ("lengths", "seen", "written", "padding")  # of Sequences

@@ -116,9 +116,11 @@ class Sequences:
                 "whole); reset() the cache and feed the sequence again"
             )
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int, restored: bool = False) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens.
 
+        Args:
+            restored: whether the rows and states before them are whole.
         Raises:
             ValueError: a positive number, or tokens whose window is overwritten.
         """
@@ -127,7 +129,7 @@ class Sequences:
                 f"PagedCache.crop: tokens_to_remove must be negative or 0, got {tokens_to_remove}"
             )
         left = (self.seen + tokens_to_remove).clamp(min=0)
-        if self._lost(left):
+        if not restored and self._lost(left):
             fewest = (self.written - self.spare - self.seen).clamp(max=0)
             raise ValueError(
                 f"PagedCache.crop: tokens_to_remove must be at least {fewest} (the rest of the "
@@ -137,11 +139,21 @@ class Sequences:
         columns = torch.arange(self.padding.size(1), device=left.device)
         not_counted = self.padding & (columns >= left) & (columns < self.seen)
         lengths = (self.lengths + tokens_to_remove + not_counted.sum(1)).clamp(min=0)
-        self._count(lengths, left, self.written * (left > 0))
+        self._count(lengths, left, left if restored else self.written * (left > 0))
         # after that: what is known of tokens that do not count changes nothing
         self.padding = self.padding & (columns < left)
         if self.hidden is not None and tokens_to_remove:
             self.hidden.zero_()
+
+    def take_back(self, tokens: list[int], seen: int) -> None:
+        """Forgets the last ``tokens`` of each sequence, none of which is padding, where no ring
+        keeps a window.
+
+        Args:
+            seen: of the sequence that then has most.
+        """
+        lengths = self.lengths - self.lengths.new_tensor(tokens)
+        self._count(lengths, self.seen.new_tensor(seen))
 
     def reset(self) -> None:
         self._count(*map(torch.zeros_like, (self.lengths, self.seen, self.written)))

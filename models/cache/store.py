@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionLayer
 
 from custom_pypto import layer_ops
 from custom_pypto.rows import IndexRows, LatentRows
@@ -16,6 +15,7 @@ from custom_pypto.rows.index import by_position
 from ..absorbed import absorbed_query, constant_keys, of_heads
 from ..memory import empty, free_memory, is_readable, is_transformed
 from .layout import EVERY_TOKEN, Row, RowLayout
+from .recurrent import RecurrentLayer
 from .sequence import Tokens
 
 
@@ -118,22 +118,6 @@ class PagedLayer:
         return of_heads(output, heads.weight[:, heads.q_nope.size(-1) :])
 
 
-class RecurrentLayer(LinearAttentionLayer):
-    """Upstream's own state of a layer of linear attention, of constant size."""
-
-    pools: dict[str, Tensor] = {}
-    layouts: dict[str, RowLayout] = {}
-
-    def states(self) -> list[Tensor]:
-        both = *self.conv_states.values(), *self.recurrent_states.values()
-        return [state for state in both if state is not None]
-
-    def select(self, indices: Tensor) -> None:
-        """Keeps only these sequences, in this order."""
-        for states in self.conv_states, self.recurrent_states:
-            states.update({i: x[indices] for i, x in states.items() if x is not None})
-
-
 class Store:
     """Pools and recurrent states of all layers, and a block table ``[B, blocks]`` int32 per
     :class:`RowLayout`. Block 0 belongs to no sequence.
@@ -184,9 +168,23 @@ class Store:
     @property
     def spare(self) -> int | None:
         """Last tokens that rings and recurrent states can forget; None: all of them."""
-        if self.recurrent:
-            return 0
+        return 0 if self.recurrent else self.spare_of_rings
+
+    @property
+    def spare_of_rings(self) -> int | None:
+        """Last tokens that rings can forget; None: all of them."""
         return min((layout.spare for layout in self.tables if layout.ring), default=None)
+
+    def keep_states(self, keeps: bool) -> None:
+        """Whether recurrent layers keep their states after each token of a forward, from now on."""
+        for layer in self.recurrent:
+            layer.kept = [] if keeps else None
+
+    def can_take_back(self, tokens: int) -> bool:
+        """Whether all recurrent layers, if there are any, have kept the states before the last
+        ``tokens``."""
+        kept = [layer.kept for layer in self.recurrent]
+        return bool(kept) and all(states and tokens < len(states) for states in kept)
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from transformers.models.dots3_note.modeling_dots3_note import (
     apply_rotary_pos_emb_interleave,
 )
 
-from ..attention import Counting
+from ..attention import Counting, Mtp
 from ..cache import Tokens
 from ..cache.layout import MLA_POOLS, Pool
 from ..cache.store import PagedLayer
@@ -38,6 +38,17 @@ class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
     rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
     index_rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
     counting = Counting(columns=True)
+    mtp = Mtp(
+        types={"layer_types": "sliding_attention", "mlp_layer_types": "dense"},
+        embeds=True,
+        names={r"\.mtp\.embed_tokens\.": ".layers.{}.embed_tokens."},
+        always=True,
+    )
+
+    def rotations(self, text, x: Tensor, position_ids: Tensor):
+        kind = self.config.layer_types[self.layer_idx]
+        x = x.float() if kind == "indexed_attention" else x
+        return text.rotary_emb(x, position_ids, kind)
 
     @property
     def attended(self) -> int:

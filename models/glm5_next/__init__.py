@@ -20,12 +20,13 @@ from transformers.models.glm5_next.modeling_glm5_next import (
 
 from custom_pypto.rows.parts import write
 
-from ..attention import SKIPPED, Counting
+from ..attention import SKIPPED, Counting, Mtp
 from ..cache import Step, Tokens
 from ..cache.layout import MLA_POOLS, Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compression import compress, state_layout
 from ..latent_attention import LatentAttention
+from ..linear_attention import StepwiseLinear
 from ..one_op import BoundedMLP, Experts, HyperConnection, Norm, Router, UnweightedNorm
 from ..projection import brought_in
 from ..routing import RoutedLayer
@@ -48,6 +49,7 @@ class OwnMLP(BoundedMLP):
 class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
     one_op = {
         Glm5NextTextDecoderLayer: RoutedLayer,
+        Glm5NextTextLinearAttention: StepwiseLinear,
         Glm5NextTextMLP: OwnMLP,
         Glm5NextTextExperts: Experts,
         Glm5NextTextHyperConnection: HyperConnection,
@@ -66,12 +68,23 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
     upstream_layers = (Glm5NextTextLinearAttention,)
     returns_indices = True
     counting = Counting(groups=True, columns=True)
+    mtp = Mtp(
+        types={
+            "layer_types": "indexed_attention",
+            "mlp_layer_types": "sparse",
+            "indexer_types": "full",
+        },
+        plain=True,
+    )
 
     def forward(self, hidden_states, attention_mask, position_embeddings=None, **kwargs):
         return super().forward(hidden_states, (None, None), attention_mask, **kwargs)
 
     def dense(self, hidden_states, position_embeddings, attention_mask, **kwargs):
         return Glm5NextTextAttention.forward(self, hidden_states, attention_mask, **kwargs)
+
+    def rotations(self, text, x: Tensor, position_ids: Tensor) -> None:
+        """There are none."""
 
     @property
     def selection_width(self) -> int:

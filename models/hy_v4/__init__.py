@@ -13,6 +13,7 @@ from transformers.models.hy_v4.modeling_hy_v4 import (
     apply_rotary_pos_emb,
 )
 
+from ..attention import Mtp
 from ..cache import Tokens
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
@@ -44,5 +45,12 @@ class PagedHYV4Attention(GatedAttention, HYV4Attention):
         HYV4TopkRouter: Router,
     }
     indexer_class = HYV4Indexer
+    mtp = Mtp(
+        plain=True,
+        names={
+            r"\.mtp_layers\.0\.final_layernorm\.": ".layers.{}.shared_head.norm.",
+            r"\.mtp_layers\.0\.": ".layers.{}.",
+        },
+    )
     rope = Rotation(apply_rotary_pos_emb, interleaved=False)
     index_rope = Rotation(apply_rotary_pos_emb, interleaved=False)

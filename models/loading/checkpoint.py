@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 from custom_pypto.files import NAMES
 from custom_pypto.hub import Directory, other_format
 
+from ..patched import mtp_attention, text_model
 from ..weights import published
 from ..weights.modules import converted_state
 from ..weights.published import FLOATS, FP4, FP8, INTEGERS
@@ -326,6 +327,10 @@ def parts_on_disk(model, state: dict[str, Tensor]) -> Callable[[str], Place | No
     """
     rules = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    if (attention := mtp_attention(text_model(model))) is not None:
+        names = attention.mtp.names.items()
+        own = [WeightRenaming(old, new.format(attention.layer_idx)) for old, new in names]
+        renamings = [*own, *renamings]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     rule_of = {source: rule for rule in converters for source in rule.source_patterns}
 

@@ -66,14 +66,11 @@ class Request:
         """
         if not isinstance(mtp, bool):
             raise TypeError(f"load: mtp must be True or False, got {mtp!r}")
-        others = {"num_hidden_layers": num_hidden_layers, "memory": memory}
-        others |= {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
-        for name, value in others.items():
-            if mtp and value not in (None, False):
-                raise ValueError(
-                    f"load: mtp must be False with {name}, got True with {name}={value!r}; omit "
-                    "one of them"
-                )
+        if mtp and num_hidden_layers is not None:
+            raise ValueError(
+                "load: mtp must be False with num_hidden_layers, got True with num_hidden_layers="
+                f"{num_hidden_layers!r}; omit one of them"
+            )
         wanted, formats = check_dtype(dtype), check_weights(weights)
         if num_hidden_layers is not None:
             check_int("load: num_hidden_layers", num_hidden_layers)

@@ -2,8 +2,8 @@
 the model would have chosen.
 
 A draft is the MTP layer's likeliest token. The model then chooses each token as without drafts, by
-the same logits, processors and random numbers, and a step goes on while it chooses the drafts of
-all sequences. Where it samples, that is rejection sampling (arXiv:2211.17192) of drafts with
+the same logits, processors and random numbers, and each sequence goes on while it chooses its
+drafts. Where it samples, that is rejection sampling (arXiv:2211.17192) of drafts with
 probability 1: each is accepted with the probability that the model gives it.
 """
 
@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
+from .. import calls
 from ..cache.layout import check_int
 from ..patched import CACHE, text_model
+from ..sharing import is_shared
 from .gain import Counts, Gain
 from .layer import Drafting
+from .leads import Leads
 
 logger = logging.getLogger("custom_pypto")
 
@@ -46,8 +49,12 @@ class GenerateDraftedOutput(GenerateDecoderOnlyOutput):
 
 
 @functools.wraps(GenerationMixin.generate)
-def generate(model, inputs=None, generation_config=None, *args, **kwargs):
-    """transformers', which drafts with the model's own MTP layer for ``use_mtp=True``."""
+def generate(model, below, inputs=None, generation_config=None, *args, **kwargs):
+    """transformers', which drafts with the model's own MTP layer for ``use_mtp=True``.
+
+    Args:
+        below: what the model had in place of transformers'; None: nothing.
+    """
 
     def option(name: str):
         found = kwargs.get(name)
@@ -61,7 +68,8 @@ def generate(model, inputs=None, generation_config=None, *args, **kwargs):
         if generation_config is not None:
             generation_config = copy.copy(generation_config)
             generation_config.use_mtp = None
-    return type(model).generate(model, inputs, generation_config, *args, **kwargs)
+    run = functools.partial(type(model).generate, model) if below is None else below
+    return run(inputs, generation_config, *args, **kwargs)
 
 
 def check_no_mtp(use_mtp) -> None:
@@ -118,6 +126,11 @@ class Decoding:
                 "generate: num_assistant_tokens_schedule must be "
                 f"{' or '.join(map(repr, SCHEDULES))} with use_mtp, got {schedule!r}"
             )
+        if schedule == "heuristic" and is_shared(model):
+            raise ValueError(
+                "generate: num_assistant_tokens_schedule must be 'constant' for ranks that share a "
+                "model, each of which would measure other times, got 'heuristic'; omit it"
+            )
         return cls(count, schedule == "heuristic", kwargs.get("streamer"))
 
     @torch.no_grad()
@@ -140,39 +153,45 @@ class Decoding:
         # churn: the arguments of these two methods, which transformers' own loops call
         output = model._prefill(ids, generation_config, model_kwargs)
         model_kwargs.pop("logits_to_keep", None)  # of all drafts
-        ids, _ = chooser.choose(ids, output.logits[:, -1:], ids[:, :0])
+        ids, _ = chooser.choose(ids, output.logits[:, -1])
         model_kwargs = model._update_model_kwargs_for_generation(output, model_kwargs)
-        drafting = Drafting(model, text, cache)
-        cache.drafting = drafting
-        try:
+        last = stopping_criteria.max_length - 2  # the last token needs no forward
+        # a sequence ahead leaves the others room for their drafts
+        most = -1 if go_together(text, cache) else last - self.drafts
+        leads = Leads(len(ids), ids.size(1) - 1, most, counts)
+        with Drafting(model, text, cache) as drafting:
             while chooser.goes_on:
                 begin = time.perf_counter()
-                # the last token needs no draft
-                most = stopping_criteria.max_length - ids.size(1) - 1
-                count = min(self.drafts if gain is None else gain.next(), most)
-                drafts, positions = ids[:, :0], model_kwargs["position_ids"]
-                if count > 0:
-                    drafts = drafting.draft(ids, positions, count)
+                cached, ends = max(leads.cached), leads.ends(ids)
+                count = min(self.drafts if gain is None else gain.next(), last - cached)
+                # with a mask and positions of all columns up to the last draft
                 more = model._update_model_kwargs_for_generation(
-                    {}, dict(model_kwargs), num_new_tokens=drafts.size(1)
+                    {}, dict(model_kwargs), num_new_tokens=cached + 1 + count - ids.size(1)
                 )
-                inputs = model.prepare_inputs_for_generation(
-                    torch.cat([ids, drafts], 1), next_sequence_length=1 + drafts.size(1), **more
-                )
+                fed = torch.stack([end[-1:] for end in ends])
+                if count > 0:
+                    drafts = drafting.draft(ends, more["position_ids"], count)
+                    fed = torch.cat([fed, chooser.padded(drafts)], 1)
+                inputs = inputs_of(model, more, ids, leads.cached, fed)
                 output = forward(**inputs, return_dict=True)
-                ids, tokens = chooser.choose(ids, output.logits, drafts)
-                drafting.keep(tokens)
+                counts.add(count, int(chooser.unfinished.sum()))
+                leads.add(fed, output.logits, ids.size(1))
+                before = ids.size(1)
+                while chooser.goes_on and leads.ready():
+                    unfinished = chooser.unfinished.tolist()
+                    ids, chosen = chooser.choose(ids, leads.next())
+                    leads.chose(chosen, ids.size(1), unfinished)
+                leads.settle(ids.size(1), not chooser.goes_on)
+                drafting.keep(leads.take_removed())
+                tokens = ids.size(1) - before
                 model_kwargs = model._update_model_kwargs_for_generation(
                     {}, model_kwargs, num_new_tokens=tokens
                 )
-                counts.add(drafts.size(1), tokens - 1)
                 if gain is not None and count in (0, self.drafts):
                     seconds = time.perf_counter() - begin
                     if gain.add(count, tokens, seconds) and gain.losses == 1:
                         logger.warning("generate: %s", gain)
             drafting.finish(ids, model_kwargs["position_ids"])
-        finally:
-            cache.drafting = None
         if self.streamer is not None:
             self.streamer.end()
         if not generation_config.return_dict_in_generate:
@@ -184,6 +203,25 @@ class Decoding:
             drafts=counts,
             **{CACHE: cache},
         )
+
+
+def inputs_of(model, kwargs: dict, ids: Tensor, cached: list[int], fed: Tensor) -> dict:
+    """The arguments of a forward over ``fed [B, S]``, behind the ``cached`` columns of each
+    sequence.
+
+    Args:
+        kwargs: of ``generate()``'s loop, with a mask and positions of all columns.
+        ids: ``[B, n]``.
+    """
+    columns = ids.new_tensor(cached)[:, None] + torch.arange(fed.size(1), device=ids.device)
+    positions = kwargs["position_ids"].expand(len(ids), -1).gather(1, columns)
+    most = max(cached)
+    known = nn.functional.pad(ids, (0, max(0, most - ids.size(1))))[:, :most]
+    return model.prepare_inputs_for_generation(
+        torch.cat([known, fed], 1),
+        next_sequence_length=fed.size(1),
+        **kwargs | {"position_ids": positions},
+    )
 
 
 class Chooser:
@@ -198,27 +236,21 @@ class Chooser:
         self.scores: tuple | None = () if wanted and config.output_scores else None
         self.logits: tuple | None = () if wanted and config.output_logits else None
 
-    def choose(self, ids: Tensor, logits: Tensor, drafts: Tensor) -> tuple[Tensor, int]:
-        """``ids`` with more tokens, and how many: those up to the first that is not the draft of
-        its sequence, or ends the text.
+    def choose(self, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """``ids [B, n]`` with the next token of each sequence, and these tokens ``[B]``.
 
         Args:
-            ids: ``[B, n]``.
-            logits: ``[B, D + 1, vocabulary]``, after the last of ``ids`` and after each draft.
-            drafts: ``[B, D]``.
+            logits: ``[B, vocabulary]``, after the last of ``ids``.
         """
         if self.unfinished is None:
             self.unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
-        for i, row in enumerate(logits.unbind(1)):
-            tokens = self.token(ids, row.to(copy=True, dtype=torch.float32))
-            ids = torch.cat([ids, tokens[:, None]], 1)
-            self.unfinished &= ~self.criteria(ids, self.scores)
-            if self.streamer is not None:
-                self.streamer.put(tokens.cpu())
-            self.goes_on = bool(self.unfinished.max() != 0)
-            if not self.goes_on or i == drafts.size(1) or not torch.equal(tokens, drafts[:, i]):
-                break
-        return ids, i + 1
+        tokens = self.token(ids, logits.to(copy=True, dtype=torch.float32))
+        ids = torch.cat([ids, tokens[:, None]], 1)
+        self.unfinished &= ~self.criteria(ids, self.scores)
+        if self.streamer is not None:
+            self.streamer.put(tokens.cpu())
+        self.goes_on = bool(self.unfinished.max() != 0)
+        return ids, tokens
 
     def token(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The next token of each sequence, ``[B]``."""
@@ -231,10 +263,21 @@ class Chooser:
             tokens = torch.multinomial(nn.functional.softmax(scores, -1), 1).squeeze(1)
         else:
             tokens = scores.argmax(-1)
-        if self.pads:
-            padding = self.config._pad_token_tensor.to(ids.device)
-            tokens = tokens * self.unfinished + padding * (1 - self.unfinished)
-        return tokens
+        return self.padded(tokens[:, None]).squeeze(1)
+
+    def padded(self, tokens: Tensor) -> Tensor:
+        """``tokens [B, n]``, but padding for sequences that have ended."""
+        if not self.pads:
+            return tokens
+        padding = self.config._pad_token_tensor.to(tokens.device)
+        return torch.where(self.unfinished[:, None] != 0, tokens, padding)
+
+
+def go_together(text, cache) -> bool:
+    """Whether no sequence may be ahead of another: states forget no tokens of one alone, rings no
+    more than they can spare, and a record has the same tokens of all."""
+    bound = cache.store.recurrent or cache.store.spare_of_rings is not None
+    return bool(bound or calls.around(text))
 
 
 def check_rows(cache, drafts: int) -> None:
@@ -244,7 +287,7 @@ def check_rows(cache, drafts: int) -> None:
             f"generate: {CACHE} must have rows of the MTP layer with use_mtp, got one without; "
             "create it from the model as it is loaded"
         )
-    spare = cache.sequences.spare
+    spare = cache.store.spare_of_rings
     if spare is not None and drafts > spare:
         raise ValueError(
             f"generate: num_assistant_tokens must be at most {spare} (tokens that the cache's "

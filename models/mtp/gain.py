@@ -16,7 +16,7 @@ WEIGHT = 0.1
 @dataclass
 class Counts:
     """What a ``generate()`` drafted, by the place of a draft in its step: how many drafts the model
-    checked, and how many of them it accepted with all before them."""
+    checked, of all sequences that had not ended, and how many of them were the text."""
 
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -24,17 +24,22 @@ class Counts:
     forwards: int = 0
     plain: int = 0
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """
+    def add(self, drafted: int, sequences: int) -> None:
+        """Notes a forward.
+
         Args:
-            drafted, accepted: of a forward.
+            drafted: tokens for each sequence; sequences: that have not ended.
         """
         self.forwards += 1
         self.plain += drafted == 0
-        for counts, last in (self.drafted, drafted), (self.accepted, accepted):
+        for counts in self.drafted, self.accepted:
             counts.extend([0] * (drafted - len(counts)))
-            for i in range(last):
-                counts[i] += 1
+        for place in range(drafted):
+            self.drafted[place] += sequences
+
+    def accept(self, place: int) -> None:
+        """Notes that the draft at this place of its step was right."""
+        self.accepted[place] += 1
 
     def __add__(self, other: "Counts") -> "Counts":
         """Of both calls."""

@@ -16,15 +16,24 @@ Shapes: B batch, S new tokens, H hidden size.
 import torch
 from torch import Tensor, nn
 
-from ..architectures import ARCHITECTURES
+from .. import calls
+from ..architectures import ARCHITECTURES, attention_class
+from ..attention import Mtp
 from ..cache import PagedCache, Step, Tokens
 from ..cache.store import slots
-from ..patched import CACHE, mtp_attention
+from ..patched import CACHE, mtp_attention, text_model
+from .leads import MOST
+from .plain import PlainLayer
 
 #: key of config.json with the number of such layers
 LAYERS = "num_nextn_predict_layers"
-#: lists in a config with an entry for each layer, and that of the MTP layer; None: as the last one
-OF_LAYER = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
+#: key that says that drafts share the selection of the first one
+SHARE = "index_share_for_mtp_iteration"
+#: why the layers that drafts come from in other checkpoints are not MTP layers
+OTHERS = {
+    "MistralLarge4ForConditionalGeneration": "whose checkpoint has DSpark layers instead",
+    "HYV4VLForConditionalGeneration": "whose layer would need the positions of images",
+}
 
 
 def check_mtp(caller: str, config, model_class: type) -> None:
@@ -35,23 +44,38 @@ def check_mtp(caller: str, config, model_class: type) -> None:
     """
     if not ARCHITECTURES[model_class.__name__].mtp:
         supported = ", ".join(name for name, it in ARCHITECTURES.items() if it.mtp)
+        why = f" ({OTHERS[name]})" if (name := model_class.__name__) in OTHERS else ""
         raise ValueError(
-            f"{caller}: mtp must be False for a {model_class.__name__}, got True: supported are "
-            f"the MTP layers of {supported}"
+            f"{caller}: mtp must be False for a {name}{why}, got True: supported are the MTP "
+            f"layers of {supported}"
         )
-    if (layers := getattr(config, LAYERS, None)) != 1:
+    if not has_mtp(config, model_class):
+        layers = getattr(config.get_text_config(), LAYERS, None)
         raise ValueError(
             f"{caller}: mtp needs a config.json with {LAYERS} = 1, which says that the checkpoint "
             f"has such a layer, got {layers}; omit mtp"
         )
 
 
-def config_of(config):
+def has_mtp(config, model_class: type) -> bool:
+    """Whether a checkpoint with this config says that it has a layer that :func:`check_mtp`
+    accepts."""
+    name = model_class.__name__
+    if not ARCHITECTURES[name].mtp:
+        return False
+    return getattr(config.get_text_config(), LAYERS, None) == 1 or attention_class(name).mtp.always
+
+
+def config_of(config, mtp: Mtp):
     """The config of a model with the MTP layer as its last one."""
     keys = config.to_dict()
-    for name, own in OF_LAYER.items():
+    for name, own in mtp.types.items():
         if keys.get(name):
             keys[name] = [*keys[name], own or keys[name][-1]]
+    if own := keys.get("per_layer_config"):  # as the first layer of its type
+        first = keys["layer_types"].index(keys["layer_types"][-1])
+        like = {int(i): values for i, values in own.items()}.get(first, {})
+        keys["per_layer_config"] = own | {keys["num_hidden_layers"]: like}
     keys["num_hidden_layers"] += 1
     made = type(config).from_dict(keys)
     made._attn_implementation = config._attn_implementation
@@ -77,9 +101,16 @@ def add_mtp(model) -> nn.Module:
 
     It is behind the decoder layers, which transformers runs up to ``num_hidden_layers``.
     """
-    text = model.base_model
-    config, last, norm = config_of(text.config), text.layers[-1], text.norm
-    layer = type(last)(config, last.self_attn.layer_idx + 1)
+    text, mtp = text_model(model), attention_class(type(model).__name__).mtp
+    config, norm, number = config_of(text.config, mtp), text.norm, len(text.layers)
+    layer = type(text.layers[-1])(config, number)
+    if mtp.plain:
+        layer = PlainLayer(layer)
+    if mtp.embeds:
+        embedding = text.get_input_embeddings()
+        layer.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, embedding.padding_idx
+        )
     for name in ("enorm", "hnorm"):
         layer.add_module(name, type(norm)(config.hidden_size, config.rms_norm_eps))
     layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -90,7 +121,7 @@ def add_mtp(model) -> nn.Module:
         if hasattr(module, "config"):  # of the model, which says how experts compute
             module.config = text.config
     for module in layer.modules():
-        model._init_weights(module)
+        text._init_weights(module)
     layer.to(norm.weight.device, norm.weight.dtype)
     layer.train(model.training)
     text.layers.append(layer)
@@ -103,6 +134,26 @@ def mtp_layer(text) -> nn.Module | None:
     return None if mtp_attention(text) is None else text.layers[-1]
 
 
+def embedding_of(text) -> nn.Module:
+    """The embedding of the tokens that the MTP layer gets: its own, or the model's."""
+    return getattr(mtp_layer(text), "embed_tokens", None) or text.get_input_embeddings()
+
+
+class FirstSelection(calls.Context):
+    """Later drafts attend to the positions that the layer selected for the first: none of them is
+    that of a draft."""
+
+    def __init__(self, text):
+        super().__init__(text, {})
+        self.indices: Tensor | None = None
+
+    def given(self, attention: nn.Module, step: Step) -> Tensor | None:
+        return self.indices
+
+    def taken(self, attention: nn.Module, step: Step, indices: Tensor) -> None:
+        self.indices = indices[:, -1:]
+
+
 class Drafting:
     """The MTP layer of a text model on a cache: its rows, and what is still to be fed to it.
 
@@ -113,56 +164,115 @@ class Drafting:
 
     def __init__(self, model, text, cache: PagedCache):
         self.model, self.text, self.cache = model, text, cache
-        self.layer, self.embedding = mtp_layer(text), text.get_input_embeddings()
-        #: ``[B, n, H]`` the hidden states before the last n tokens, which the layer was not fed
-        self.before = cache.sequences.hidden[:, None].clone()
+        self.layer, self.embedding = mtp_layer(text), embedding_of(text)
+        #: ``[n, H]`` of each sequence, the hidden states of its last n tokens in the cache
+        self.states = list(cache.sequences.hidden[:, None].clone())
+        #: of these the last ones, whose next tokens the layer was not fed
+        self.unfed = [1] * cache.batch_size
         #: ``[B, S, H]`` those of the last forward, in the order of its tokens
         self.hidden: Tensor | None = None
 
-    def keep(self, tokens: int) -> None:
-        """Takes back what the last forward wrote, but of its first ``tokens`` tokens."""
-        hidden, sequences = self.hidden, self.cache.sequences
-        self.cache.crop(tokens - hidden.size(1))
-        self.before = torch.cat([self.before, hidden[:, :tokens]], 1)
-        sequences.hidden.copy_(hidden[:, tokens - 1])
+    def __enter__(self) -> "Drafting":
+        self.cache.drafting = self
+        self.cache.store.keep_states(True)
+        self.padding = self.cache.seen - self.cache.lengths
+        return self
 
-    def draft(self, ids: Tensor, positions: Tensor, count: int) -> Tensor:
-        """The ``count`` likeliest tokens ``[B, count]`` after ``ids``, one after the other.
+    def __exit__(self, *_) -> None:
+        self.cache.drafting = None
+        self.cache.store.keep_states(False)
+        # an interruption may leave sequences ahead of others
+        columns = self.cache.lengths + self.padding
+        ahead = (columns - columns.min()).tolist()
+        if any(ahead):
+            self.cache.sequences.take_back(ahead, int(columns.min()))
+
+    def keep(self, removed: list[int]) -> None:
+        """Takes the hidden states of the last forward, and back the last ``removed`` tokens of each
+        sequence."""
+        cache, hidden = self.cache, self.hidden
+        for i, states in enumerate(self.states):
+            unfed = self.unfed[i] + hidden.size(1)
+            states = torch.cat([states, hidden[i]])[: len(states) + hidden.size(1) - removed[i]]
+            self.unfed[i] = max(1, unfed - removed[i])
+            # what is ahead may be taken back to the state before it
+            self.states[i] = states[-self.unfed[i] - MOST - 1 :]
+        if len(set(removed)) == 1:
+            cache.crop(-removed[0])
+        else:
+            columns = cache.lengths + self.padding - cache.lengths.new_tensor(removed)
+            cache.sequences.take_back(removed, int(columns.max()))
+        cache.sequences.hidden.copy_(torch.stack([states[-1] for states in self.states]))
+
+    def draft(self, ends: list[Tensor], positions: Tensor, count: int) -> Tensor:
+        """The ``count`` likeliest tokens ``[B, count]`` after each of ``ends``, one after the
+        other.
 
         Args:
-            ids: ``[B, T]``; the cache has all but the last.
-            positions: ``[B, T]`` for RoPE.
+            ends: a text for each sequence, of whose columns the cache has all but the last.
+            positions: ``[B, T]`` of all columns for RoPE.
         """
-        new, drafts = self.before.size(1), ids[:, :0]
-        state = self.feed(ids[:, -new:], self.before, positions[:, -new:], 1)[:, -1:]
-        self.before = self.before[:, :0]
+        window = self.window(ends, positions, 0)
+        shared = (FirstSelection(self.text),) if getattr(self.text.config, SHARE, False) else ()
+        state = self.feed(*window, 1, shared)[:, -1:]
+        self.unfed = [0] * len(ends)
         head = self.model.get_output_embeddings()
+        dtype = getattr(head.weight, "dtype", state.dtype)  # of some architectures float32
+        drafts, last = positions.new_empty(len(ends), 0), window[2][:, -1:]
         while True:
-            token = head(state).argmax(-1)
+            token = head(state.to(dtype)).argmax(-1)
             drafts = torch.cat([drafts, token], 1)
             if (done := drafts.size(1)) == count:
                 return drafts
-            state = self.feed(token, state, positions[:, -1:] + done, 1 + done)
+            valid = torch.ones_like(token, dtype=torch.bool)
+            state = self.feed(token, state, last + done, valid, 1 + done, shared)
 
     def finish(self, ids: Tensor, positions: Tensor) -> None:
         """Feeds the tokens that the cache has, for a later call on it."""
-        if (new := self.before.size(1)) > 1:
-            own = slice(-new, -1)
-            self.feed(ids[:, own], self.before[:, :-1], positions[:, own], 0)
+        if max(self.unfed) > 1:
+            self.feed(*self.window(list(ids), positions, 1), 0)
 
-    def feed(self, ids: Tensor, before: Tensor, positions: Tensor, behind: int) -> Tensor:
-        """``g`` ``[B, S, H]`` of tokens, the last of which is so many behind the cache's last."""
+    def window(
+        self, ends: list[Tensor], positions: Tensor, less: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The last tokens that the layer was not fed, the hidden states before them, their
+        positions and whether they are any, right-aligned, but for the last ``less``."""
+        size = max(self.unfed) - less
+        tokens, before, places, valid = [], [], [], []
+        for i, end in enumerate(ends):
+            own = max(self.unfed[i] - less, 0)
+            columns = torch.arange(len(end) - less - size, len(end) - less, device=end.device)
+            columns = columns.clamp(min=0)
+            states = self.states[i][len(self.states[i]) - less - own :][:own]
+            tokens.append(end[columns])
+            before.append(torch.cat([states.new_zeros(size - own, *states.shape[1:]), states]))
+            places.append(positions.expand(len(ends), -1)[i][columns])
+            valid.append(torch.arange(size, device=end.device) >= size - own)
+        return tuple(torch.stack(x) for x in (tokens, before, places, valid))
+
+    def feed(
+        self,
+        ids: Tensor,
+        before: Tensor,
+        positions: Tensor,
+        valid: Tensor,
+        behind: int,
+        contexts: tuple[calls.Context, ...] = (),
+    ) -> Tensor:
+        """``g`` ``[B, S, H]`` of tokens, right-aligned where they are ``valid``, the last of which
+        is so many behind the cache's last."""
         ends, new = self.cache.lengths + behind, torch.arange(ids.size(1), device=ids.device)
-        start = ends - ids.size(1)
+        first = ends - ids.size(1)
         tokens = Tokens(
-            start,
+            ends - valid.sum(1).to(ends.dtype),
             ends,
-            torch.ones_like(ids, dtype=torch.bool),
-            start[:, None] + new,
+            valid,
+            first[:, None] + new,
             positions,
             slice(0, ids.size(1)),
         )
-        return run(self.text, self.layer, self.cache, self.embedding(ids), before, tokens)
+        embeddings = self.embedding(ids)
+        return run(self.text, self.layer, self.cache, embeddings, before, tokens, contexts)
 
 
 def follow(text, kwargs: dict, step: Step, hidden: Tensor) -> None:
@@ -173,25 +283,33 @@ def follow(text, kwargs: dict, step: Step, hidden: Tensor) -> None:
         hidden: its result, ``[B, S, H]``.
     """
     cache = step.rows
-    if not isinstance(cache, PagedCache) or cache.sequences.hidden is None:
+    # a cache that ends with its forward has no drafts
+    if kwargs.get(CACHE) is None or cache.sequences.hidden is None:
         return
     if cache.drafting is not None:  # who drafts knows which tokens stay
         cache.drafting.hidden = hidden
         return
     embeddings = kwargs.get("inputs_embeds")
     if embeddings is None:
-        embeddings = text.get_input_embeddings()(kwargs["input_ids"])
+        embeddings = embedding_of(text)(kwargs["input_ids"])
     before = torch.cat([cache.sequences.hidden[:, None], hidden[:, :-1]], 1)
     run(text, mtp_layer(text), cache, embeddings, before, step.own)
 
 
 def run(
-    text, layer: nn.Module, cache: PagedCache, embeddings: Tensor, before: Tensor, tokens: Tokens
+    text,
+    layer: nn.Module,
+    cache: PagedCache,
+    embeddings: Tensor,
+    before: Tensor,
+    tokens: Tokens,
+    contexts: tuple[calls.Context, ...] = (),
 ) -> Tensor:
     """``g`` ``[B, S, H]`` of tokens, whose rows this writes.
 
     Args:
         embeddings: of the tokens, ``[B, S, H]``; before: the hidden states of those before them.
+        contexts: around this call of the layer.
     """
     embedded = joined(layer, embeddings, before)
     step = step_of(cache, tokens)
@@ -199,10 +317,10 @@ def run(
     output = layer(
         embedded,
         attention_mask=step,
-        position_embeddings=text.rotary_emb(embedded, position_ids=positions),
+        position_embeddings=mtp_attention(text).rotations(text, embedded, positions),
         position_ids=positions,
         use_cache=True,
-        **{CACHE: cache},
+        **{CACHE: cache, calls.NAME: calls.Around(contexts, step)},
     )
     return output_of(layer, output)
 

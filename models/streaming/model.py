@@ -3,7 +3,6 @@
 import functools
 import logging
 import os
-import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -148,7 +147,10 @@ def start(
         parts_of: names on disk of each parameter.
         counts: of slots.
     """
-    numbers = {name: int(re.search(r"\blayers\.(\d+)\.", name)[1]) for name in groups}
+    text, numbers = text_model(model), {}
+    for name in groups:
+        layer = model.get_submodule(name.rpartition(".mlp.")[0])
+        numbers[name] = layer.self_attn.layer_idx
     pools = {}
     for form, count in counts.items():
         places = {
@@ -165,12 +167,13 @@ def start(
         pool.choose_readers()
         logger.info("load: %s", pool)
     model.set_experts_implementation(IN_FILES)
-    text = text_model(model)
     for name in sorted(groups, key=numbers.get):
         module, (block, _, _) = model.get_submodule(name), name.rpartition(".")
         group = groups[name]
         layer = Layer(pools[group.form], numbers[name], group.own, streaming.progress)
         stream(module, layer)
+        if numbers[name] >= text.config.num_hidden_layers:  # it drafts, from other inputs
+            continue
         router = model.get_submodule(block).gate
         if hasattr(router, "tid2eid"):  # experts follow from the token alone
             streaming.hashed.append((layer, router))
