@@ -55,7 +55,7 @@ class Case:
         return self.bytes / HBM_BYTES_PER_US, self.flop / CUBE_FLOP_PER_US
 
     def on(self, device: str) -> partial:
-        """The call of the public op, with its tensors moved to a device once."""
+        """The call of the op, with its tensors moved to a device once."""
         moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self.arguments)
         return partial(
             getattr(layer_ops if self.op in LAYER_KERNELS else custom_pypto, self.op), **moved
@@ -266,10 +266,10 @@ def connection(tokens: int, floor: float | None = None) -> Case:
 
 
 def pooling(B: int, S: int, rate: int, floor: float | None = None) -> Case:
-    """Of rows of 512, whose groups overlap if they have 4 tokens; the new tokens complete one."""
+    """Of rows of 512; groups of 4 tokens overlap. The last new token completes a group."""
     op, width = "pool_groups", 512
     x = reference.MODULES[op].arguments(DTYPE, B, S, rate, width, rate == 4)
-    before = 4 * rate - S % rate if S % rate else 4 * rate
+    before = 4 * rate - S % rate
     x |= dict(start=torch.full_like(x["start"], before))
     x |= dict(lengths=x["start"] + S)
     groups, wide = B * -(-S // rate), x["bias"].size(1)
@@ -351,9 +351,21 @@ CASES: dict[str, list[Callable[[], Case]]] = {
     "npu_sparse_attention_pto": [
         partial(fused, 4, 1, 8192, floor=170),
     ],
-    "hyper_connection": [partial(connection, tokens) for tokens in (1, 4, 16, 64, 256)],
+    "hyper_connection": [
+        # PyPTO's own program: 38.3, 43.0, 54.0 and 60.7 for the first four
+        partial(connection, 1, floor=32),
+        partial(connection, 4, floor=44),
+        partial(connection, 16, floor=45),
+        partial(connection, 64, floor=65),
+        partial(connection, 256),
+    ],
     "pool_groups": [
-        partial(pooling, B, S, rate) for rate in (4, 128) for B, S in ((1, 1), (16, 1), (1, 256))
+        partial(pooling, 1, 1, 4, floor=17),
+        partial(pooling, 16, 1, 4),
+        partial(pooling, 1, 256, 4, floor=53),
+        partial(pooling, 1, 1, 128, floor=11),
+        partial(pooling, 16, 1, 128),
+        partial(pooling, 1, 256, 128),
     ],
 }
 

@@ -1,7 +1,8 @@
 """Tile settings of the kernels, chosen per shape class from the host-side facts of a call.
 
 The entries of ``INDEXER``, ``ATTENTION`` and ``PROLOG`` were searched in PyPTO's cost model, those
-of ``STREAMS`` are the best of about ten; ``bash run.sh bench npu`` prints its estimates. The comment above an entry gives its reason.
+of ``STREAMS`` are the best of about ten; ``bash run.sh bench npu`` prints its estimates.
+The comment above an entry gives its reason.
 """
 
 from dataclasses import dataclass, replace

@@ -1,3 +1,5 @@
+"""Checks and bounds of ``hyper_connection``, which ``layer_ops.py`` defines."""
+
 from collections.abc import Iterator
 
 import torch

@@ -1,3 +1,5 @@
+"""Checks and bounds of ``pool_groups``, which ``layer_ops.py`` defines."""
+
 from collections.abc import Iterator
 
 import torch
