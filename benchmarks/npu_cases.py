@@ -18,7 +18,8 @@ from inputs import BLOCK, INDEX_HEADS, D, K, L, R
 from torch.utils._pytree import tree_map_only
 
 import custom_pypto
-from custom_pypto import npu, reference
+from custom_pypto import layer_ops, npu, reference
+from custom_pypto.descriptions import LAYER_KERNELS
 from custom_pypto.rows.latents import int8_row_bytes
 
 if TYPE_CHECKING:  # else imported where a case is estimated: the calls run on an NPU, too
@@ -54,9 +55,11 @@ class Case:
         return self.bytes / HBM_BYTES_PER_US, self.flop / CUBE_FLOP_PER_US
 
     def on(self, device: str) -> partial:
-        """The call of the public op, with its tensors moved to a device once."""
+        """The call of the op, with its tensors moved to a device once."""
         moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self.arguments)
-        return partial(getattr(custom_pypto, self.op), **moved)
+        return partial(
+            getattr(layer_ops if self.op in LAYER_KERNELS else custom_pypto, self.op), **moved
+        )
 
     def launch(self, launch) -> None:
         npu.implementations(launch)[self.op](**self.arguments)
@@ -248,6 +251,34 @@ def dense_loss(tokens: int, keys: int, floor: float | None = None) -> Case:
     return Case(name, op, shape, x, bytes, flop, floor)
 
 
+# ---- layers of DeepSeek-V4, beside attention ----------------------------------------------------
+
+
+def connection(tokens: int, floor: float | None = None) -> Case:
+    """Of DeepSeek-V4-Flash: 4 streams of 4096, 20 iterations."""
+    op, streams, width = "hyper_connection", 4, 4096
+    x = reference.MODULES[op].arguments(DTYPE, 1, tokens, width, 20)
+    numbers = (2 + streams) * streams
+    of_token = 2 * (streams + 1) * width + 4 * (streams + 1) * streams
+    bytes = x["weight"].nbytes + tokens * of_token
+    flop = 2 * tokens * numbers * streams * width
+    return Case("hyper-connection, 4 streams", op, f"1,{tokens}", x, bytes, flop, floor)
+
+
+def pooling(B: int, S: int, rate: int, floor: float | None = None) -> Case:
+    """Of rows of 512; groups of 4 tokens overlap. The last new token completes a group."""
+    op, width = "pool_groups", 512
+    x = reference.MODULES[op].arguments(DTYPE, B, S, rate, width, rate == 4)
+    before = 4 * rate - S % rate
+    x |= dict(start=torch.full_like(x["start"], before))
+    x |= dict(lengths=x["start"] + S)
+    groups, wide = B * -(-S // rate), x["bias"].size(1)
+    new = max(S, x["bias"].numel() // width)  # rows of a call, of which groups share some
+    bytes = 4 * B * new * wide + x["bias"].nbytes + 4 * groups * width
+    name = f"pooling of groups of {rate}"
+    return Case(name, op, f"{B},{S}", x, bytes, 0, floor)
+
+
 # makers of the cases of each op
 CASES: dict[str, list[Callable[[], Case]]] = {
     "npu_sparse_flash_attention_pto": [
@@ -319,6 +350,22 @@ CASES: dict[str, list[Callable[[], Case]]] = {
     ],
     "npu_sparse_attention_pto": [
         partial(fused, 4, 1, 8192, floor=170),
+    ],
+    "hyper_connection": [
+        # PyPTO's own program: 38.3, 43.0, 54.0 and 60.7 for the first four
+        partial(connection, 1, floor=32),
+        partial(connection, 4, floor=44),
+        partial(connection, 16, floor=45),
+        partial(connection, 64, floor=65),
+        partial(connection, 256),
+    ],
+    "pool_groups": [
+        partial(pooling, 1, 1, 4, floor=17),
+        partial(pooling, 16, 1, 4),
+        partial(pooling, 1, 256, 4, floor=53),
+        partial(pooling, 1, 1, 128, floor=11),
+        partial(pooling, 16, 1, 128),
+        partial(pooling, 1, 256, 128),
     ],
 }
 

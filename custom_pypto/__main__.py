@@ -5,7 +5,7 @@ import json
 import sys
 
 from . import env
-from .descriptions import ALL_OPS
+from .descriptions import ALL_OPS, LAYER_KERNELS
 from .requirements import Problem
 from .version import __version__
 
@@ -70,7 +70,11 @@ def main(arguments: list[str] | None = None, load_error: Problem | None = None) 
         "C++ that PyPTO generates; default: cpu, then npu if there is one",
     )
     verify_parser.add_argument(
-        "--op", choices=list(ALL_OPS), default="", metavar="OP", help="one op; default: all of them"
+        "--op",
+        choices=[*ALL_OPS, *LAYER_KERNELS],
+        default="",
+        metavar="OP",
+        help="one op; default: all of them",
     )
     replay_parser = commands.add_parser(
         "replay", help="repeat a failed call from a file written by CUSTOM_PYPTO_LOG=3"

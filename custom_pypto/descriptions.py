@@ -190,8 +190,9 @@ OPS |= TRAINING
 # linear layers over stored weights, on the CPU only: torch_npu has its own
 WEIGHTS = {"weight_only_linear": Description(outputs={"out": FLOAT})}
 ALL_OPS = OPS | WEIGHTS
-# parts of a layer beside its attention, on the CPU only and no public functions: they have one file
-# in a layer of this package, custom_pypto/layer_ops.py, and no device, graph or format of their own
+# parts of a layer beside its attention, no public functions: they have one file in a layer of this
+# package, custom_pypto/layer_ops.py, and no graph or format of their own; on the CPU, and on an NPU
+# those of LAYER_KERNELS
 LAYER_OPS = (
     "activate",
     "cache_slots",
@@ -210,6 +211,13 @@ LAYER_OPS = (
     "weighted_sum",
     "window_rows",
 )
+
+LAYER_KERNELS = {
+    "hyper_connection": Description(outputs={"post": FLOAT32, "comb": FLOAT32, "collapsed": HALF}),
+    "pool_groups": Description(outputs={"sums": FLOAT32, "complete": ("bool",)}),
+}
+#: ops with an NPU kernel
+KERNELS = OPS | LAYER_KERNELS
 
 
 def ge_type(op: str) -> str:

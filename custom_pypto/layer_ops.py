@@ -1,10 +1,11 @@
 """Layer ops: parts of a layer beside its attention, an op each in place of a dozen of torch's.
 
-For a token, what torch prepares for each of these costs more time than its numbers. On the CPU
-only, without a gradient, for :mod:`custom_pypto.models`, :mod:`custom_pypto.rows` and the plugin
-for vLLM; :mod:`custom_pypto.ops` does not export them, and their signatures may change. Each
-equals the function of its name in ``custom_pypto/reference/layer_ops.py``, which has the roundings
-of transformers, but for the order of sums. They return new tensors and, but for
+For a token, what torch prepares for each of these costs more time than its numbers. On the CPU,
+:func:`hyper_connection` and :func:`pool_groups` on an NPU too; without a gradient, for
+:mod:`custom_pypto.models`, :mod:`custom_pypto.rows` and the plugin for vLLM;
+:mod:`custom_pypto.ops` does not export them, and their signatures may change. Each equals the
+function of its name in ``custom_pypto/reference/layer_ops.py``, which has the roundings of
+transformers, but for the order of sums. They return new tensors and, but for
 :func:`convert_weight`, write into none of theirs.
 
 Shapes: B batch, S tokens, T tokens of all sequences, N heads or streams, D width of a row, R

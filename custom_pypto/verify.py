@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from . import ops, reference
-from .descriptions import ALL_OPS, OPS
+from . import layer_ops, ops, reference
+from .descriptions import ALL_OPS, KERNELS, LAYER_KERNELS
 
 ROW = "{:<7} {:<46} {:<9} {:<45} {:>8} {:>8}"
 
@@ -27,7 +27,7 @@ def verify(device: str, op: str = "") -> bool:
     Returns:
         Whether every check passed.
     """
-    names = ALL_OPS if device == "cpu" else OPS
+    names = ALL_OPS | LAYER_KERNELS if device == "cpu" else KERNELS
     if op and op not in names:
         print(f"FAILED  {op} has no NPU kernel; verify --device cpu checks it")
         return False
@@ -78,7 +78,8 @@ def report(case: tuple[str, str, str], error: float, allowed: float) -> bool:
 def _error(op: str, arguments: dict, device: str) -> tuple[float, float]:
     """The error and its bound."""
     mine = copied(arguments, device)
-    got = tree_map_only(Tensor, Tensor.cpu, getattr(ops, op)(**mine))
+    function = getattr(layer_ops if op in LAYER_KERNELS else ops, op)
+    got = tree_map_only(Tensor, Tensor.cpu, function(**mine))
     with one_thread():
         expected = getattr(reference, op)(**arguments)
         return reference.MODULES[op].error(got, expected, copied(mine, "cpu"), arguments)

@@ -19,7 +19,7 @@ from custom_pypto.rows.parts import write
 from .cache import Tokens
 from .cache.layout import RowLayout
 from .cache.store import PagedLayer, slots
-from .one_op import takes
+from .one_op import takes_layer_op
 
 # tokens that a sequence can forget, a ring's spare rows: more than speculative decoding drafts
 SPARE = 16
@@ -80,8 +80,8 @@ def completed(
         blocks: ``[B]`` int32, of the pool.
         new: ``[B, S, .]`` ``[C | Z]`` of the new tokens.
     """
-    by_op = not training and takes(new, pool)
     call = pool, blocks, new, bias.float(), tokens.start, tokens.lengths, width
+    by_op = not training and new.dtype == pool.dtype and takes_layer_op("pool_groups", *call)
     sums, complete = (layer_ops.pool_groups if by_op else pooled_groups)(*call)
     return sums, groups_of(tokens.start, new, bias.size(0)), complete
 

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import SqrtSoftplusActivation
 
 import custom_pypto
-from custom_pypto import layer_ops
+from custom_pypto import layer_ops, npu
 
 from .memory import is_transformed
 from .projection import wrapped
@@ -40,6 +40,22 @@ def takes(x: Tensor, *others: Tensor) -> bool:
         if type(y) not in PLAIN_TENSORS or y.dtype is not dtype or not y.is_cpu:
             return False
     return dtype in OP_DTYPES and not is_transformed()
+
+
+def takes_layer_op(op: str, x: Tensor, *others) -> bool:
+    """Whether a layer op with an NPU kernel takes a call, whose dtypes are those of its contract.
+
+    On an NPU in eager calls only: graphs have torch's operators, which GE needs no kernel for.
+    """
+    for y in others:
+        if isinstance(y, Tensor) and (type(y) not in PLAIN_TENSORS or y.device != x.device):
+            return False
+    if x.is_cpu and not npu.on_cpu:
+        return takes(x)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
+        return False
+    on_npu = npu.on_cpu or x.device.type == "npu"
+    return on_npu and type(x) in PLAIN_TENSORS and npu.runs(op, x, *others)
 
 
 class Mixin:
@@ -161,16 +177,18 @@ class HyperConnection(OneOp):
     iterations of Sinkhorn-Knopp."""
 
     def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weights = self.fn, self.base, self.scale
-        if self.training or not streams_take(self.input_norm, hidden_streams, *weights):
+        if self.training or not is_one_op(self.input_norm):
             return super().forward(hidden_streams)
-        return layer_ops.hyper_connection(
+        call = (
             hidden_streams,
-            *(weight.float() for weight in weights),
+            *(weight.float() for weight in (self.fn, self.base, self.scale)),
             self.hc_sinkhorn_iters,
             self.hc_eps,
             self.input_norm.eps,
         )
+        if not takes_layer_op("hyper_connection", *call):
+            return super().forward(hidden_streams)
+        return layer_ops.hyper_connection(*call)
 
 
 class HyperHead(OneOp):
@@ -278,8 +296,11 @@ class Rotation(NamedTuple):
 
 def streams_take(norm: nn.Module, streams: Tensor, *weights: Tensor) -> bool:
     """Whether an op norms streams and multiplies them by weights of a hyper-connection."""
-    one_op = hasattr(type(norm), "is_one_op") and not has_hooks(norm)
-    return one_op and takes(streams) and all(takes(weight) for weight in weights)
+    return is_one_op(norm) and takes(streams) and all(takes(weight) for weight in weights)
+
+
+def is_one_op(module: nn.Module) -> bool:
+    return hasattr(type(module), "is_one_op") and not has_hooks(module)
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from custom_pypto.reference import MODULES
 from custom_pypto.reference import layer_ops as reference
-
-FLOAT32 = torch.finfo(torch.float32).eps
+from custom_pypto.reference.checks import STEP as FLOAT32
+from custom_pypto.reference.checks import largest
+from custom_pypto.reference.hyper_connection import of_collapsed, of_numbers
 
 
 def steps(dtype: torch.dtype) -> float:
@@ -85,10 +86,6 @@ def of_weighted_sum(want, x, weights) -> list:
     return [steps(x.dtype) * want.double().abs() + (x.size(1) + 1) * FLOAT32 * magnitude]
 
 
-def largest(x: Tensor) -> float:
-    return float(x.double().nan_to_num(0, 0, 0).abs().max()) if x.numel() else 0.0
-
-
 # ---- experts -----------------------------------------------------------------------------------
 
 
@@ -165,37 +162,6 @@ def assert_best(experts: Tensor, choice: Tensor, allowed: Tensor) -> None:
 # ---- streams -----------------------------------------------------------------------------------
 
 
-def of_numbers(streams, weight, scale, norm_eps) -> Tensor:
-    """How far the numbers of tokens may be off: sums of N D products, and a norm."""
-    x = reference.rms_norm(streams.flatten(2).float(), None, norm_eps).double().abs()
-    sizes = x @ weight.double().abs().T
-    return (2 * weight.size(1) + 8) * FLOAT32 * sizes * scale.double().abs().max()
-
-
-def of_collapsed(want, streams, off, eps) -> Tensor:
-    # a sigmoid moves by a quarter of its argument
-    sizes = streams.double().abs()
-    moved = ((off / 4 + 4 * FLOAT32).unsqueeze(-1) * sizes).sum(2)
-    summed = (streams.size(2) + 2) * FLOAT32 * (1 + eps) * sizes.sum(2)
-    return moved + summed + steps(streams.dtype) * want.double().abs()
-
-
-def of_connection(want, streams, weight, base, scale, iterations, eps, norm_eps) -> list:
-    post, comb, collapsed = want
-    n = streams.size(2)
-    off = of_numbers(streams, weight, scale, norm_eps) + 4 * FLOAT32 * (1 + largest(base))
-    pre, of_post, of_comb = off.split([n, n, n * n], -1)
-    # a softmax moves by a factor of e^2d, and so do quotients of it by sums of it, on either side;
-    # then each iteration rounds n numbers and a quotient, twice
-    d = of_comb.amax(-1)[..., None, None] if n else of_comb[..., None]
-    relative = (4 * d).expm1() + (2 * iterations + 4) * (n + 3) * FLOAT32
-    return [
-        of_post / 2 + 8 * FLOAT32,
-        relative * (comb.double().abs() + eps),
-        of_collapsed(collapsed, streams, pre, eps),
-    ]
-
-
 def of_collapse(want, streams, weight, base, scale, eps, norm_eps) -> list:
     off = of_numbers(streams, weight, scale, norm_eps) + 4 * FLOAT32 * (1 + largest(base))
     return [of_collapsed(want, streams, off, eps)]
@@ -207,15 +173,6 @@ def of_mix(want, streams, x, post, comb) -> list:
     sizes = added + comb.double().abs().mT @ streams.double().abs()
     n = streams.size(2)
     return [(2.1 * steps(x.dtype) + (n + 2) * FLOAT32) * sizes + 4 * subnormal(x.dtype)]
-
-
-def of_groups(want, state, blocks, values, bias, start, lengths, width) -> list:
-    # n weights, each an exponential within two steps of a difference within one, and a sum and a
-    # quotient, on either side; the row is their mean of values
-    count = bias.numel() // width
-    gates = largest(state) + largest(values) + largest(bias)
-    rounding = 2 * (2 * count + 6 + gates) * FLOAT32
-    return [rounding * max(largest(state), largest(values)), 0]
 
 
 # ---- prompts -----------------------------------------------------------------------------------
@@ -247,9 +204,9 @@ BOUNDS = {
     "activate": of_activation,
     "collapse_streams": of_collapse,
     "expanded_attention": of_expanded,
-    "hyper_connection": of_connection,
+    "hyper_connection": MODULES["hyper_connection"].bounds,
     "mix_streams": of_mix,
-    "pool_groups": of_groups,
+    "pool_groups": MODULES["pool_groups"].bounds,
     "rms_norm": of_norm,
     "rotate": of_rotation,
     "rotate_pairs": of_pairs,

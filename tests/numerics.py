@@ -7,14 +7,14 @@ from torch import Tensor
 
 import custom_pypto
 import custom_pypto.reference
-from custom_pypto.descriptions import ALL_OPS
+from custom_pypto.descriptions import ALL_OPS, LAYER_KERNELS
 from custom_pypto.reference import MODULES
 from custom_pypto.reference.checks import ROUNDING
 from custom_pypto.reference.sequences import keys_of, query_tokens
 from custom_pypto.verify import one_thread
 
 reference = SimpleNamespace(
-    **{op: one_thread()(getattr(custom_pypto.reference, op)) for op in ALL_OPS}
+    **{op: one_thread()(MODULES[op].__dict__[op]) for op in ALL_OPS | LAYER_KERNELS}
 )
 
 ROW_TOLERANCE = ROUNDING | {torch.float64: 1e-12}

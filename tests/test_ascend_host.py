@@ -13,6 +13,9 @@ from npu_calls import CALLS, assert_replays_follow, call, changed, on_npu, same
 from torch.utils._pytree import tree_leaves
 
 import custom_pypto
+from custom_pypto import layer_ops
+from custom_pypto.descriptions import LAYER_KERNELS
+from custom_pypto.reference import MODULES
 from custom_pypto.requirements import minor
 
 pytestmark = pytest.mark.ascend_host
@@ -327,6 +330,18 @@ def test_backward_on_an_npu_runs_the_program_of_the_gradient():
     with simulation.on_cpu():
         expected = gradients(call())
     assert all(map(same, got, expected))
+
+
+@pytest.mark.parametrize("op", LAYER_KERNELS)
+def test_layer_ops_on_an_npu_run_their_programs(op):
+    from custom_pypto import simulation
+
+    for _, _, x in MODULES[op].checks([torch.bfloat16]):
+        got = getattr(layer_ops, op)(**on_npu(x))
+        assert all(y.device.type == "npu" for y in got)
+        with simulation.on_cpu():
+            expected = getattr(layer_ops, op)(**x)
+        assert all(map(same, got, expected))
 
 
 def test_a_stored_weight_on_an_npu_is_rejected_with_the_remedy():

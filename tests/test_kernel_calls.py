@@ -22,7 +22,7 @@ from with_pypto import simulation
 
 import custom_pypto
 from custom_pypto import npu
-from custom_pypto.descriptions import OPS
+from custom_pypto.descriptions import LAYER_KERNELS, OPS
 from custom_pypto.schemas import bound, overload
 
 pytestmark = pytest.mark.sim
@@ -49,7 +49,7 @@ def test_the_contract_holds_for_npu_tensors():
 
 
 def test_npu_tensors_reach_the_wrappers():
-    for op in custom_pypto.__all__:
+    for op in (*custom_pypto.__all__, *LAYER_KERNELS):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(overload(op).name(), "PrivateUse1")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch  # noqa: F401  # with torch_npu, which it imports
 
 from custom_pypto import env, kernel_packages, requirements
-from custom_pypto.descriptions import OPS, ge_type
+from custom_pypto.descriptions import KERNELS, OPS, ge_type
 
 RELATED = re.compile(
     r"torch|npu|ascend|cann|pypto|pto|triton|vllm|transformers|safetensors|accelerate|numpy|"
@@ -37,7 +37,7 @@ def main(file: str) -> None:
     }
     found = {
         "env": report,
-        "ops": list(OPS),
+        "ops": list(KERNELS),
         "pypto_copy": requirements.pypto_copy(),
         "kernel_packages": kernel_packages.packages(),
         "packaged": [op for op in OPS if kernel_packages.listed(ge_type(op))],

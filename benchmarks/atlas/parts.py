@@ -32,6 +32,8 @@ TIMED = (
     "npu_sparse_lightning_indexer_grad_kl_loss_pto",
     "npu_dense_lightning_indexer_softmax_lse_pto",
     "npu_dense_lightning_indexer_grad_kl_loss_pto",
+    "hyper_connection",
+    "pool_groups",
 )
 
 

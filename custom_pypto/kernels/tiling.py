@@ -1,7 +1,8 @@
 """Tile settings of the kernels, chosen per shape class from the host-side facts of a call.
 
-The entries of ``INDEXER``, ``ATTENTION`` and ``PROLOG`` were searched in PyPTO's cost model, whose
-estimates ``bash run.sh bench npu`` prints. The comment above an entry gives its reason.
+The entries of ``INDEXER``, ``ATTENTION`` and ``PROLOG`` were searched in PyPTO's cost model, those
+of ``STREAMS`` are the best of about ten; ``bash run.sh bench npu`` prints its estimates.
+The comment above an entry gives its reason.
 """
 
 from dataclasses import dataclass, replace
@@ -360,3 +361,33 @@ def prolog_tiling(*, tokens: int, hidden: int) -> PrologTiling:
     # shorter products would take less time than the sums of their parts
     splits = hidden >= 1024 * tiling.split and hidden % (16 * tiling.split) == 0
     return tiling if splits else replace(tiling, split=1)
+
+
+@dataclass(frozen=True)
+class StreamTiling:
+    """Settings of :mod:`.hyper_connection`; any gives right results."""
+
+    tokens: int  # per tile: the weight is read once for each
+    part: int  # most numbers of a token per product
+    rows: int  # tokens per vector task
+    columns: int  # most of ``collapsed`` per vector task
+    gate_rows: int  # tokens whose gates are one vector task
+
+    # every task has a part of the weight of its own: nothing in L1 to share
+    pass_options = {"cube_l1_reuse_setting": {-1: 1}, "cube_nbuffer_setting": {-1: 1}}
+
+
+STREAMS = {
+    # a tile of one token computes no invalid rows; smaller parts: their sum would take longer
+    "1-4 tokens": StreamTiling(tokens=1, part=4096, rows=1, columns=1024, gate_rows=1),
+    # 16 rows fill a tile of the cube unit; iterations over 4 tokens take half of those over 16
+    "5-32 tokens": StreamTiling(tokens=16, part=2048, rows=4, columns=512, gate_rows=4),
+    # the tokens fill the cores: fewer products, each with its edges
+    "more tokens": StreamTiling(tokens=64, part=2048, rows=4, columns=512, gate_rows=4),
+}
+
+
+def stream_tiling(*, tokens: int) -> StreamTiling:
+    if tokens <= 4:
+        return STREAMS["1-4 tokens"]
+    return STREAMS["5-32 tokens" if tokens <= 32 else "more tokens"]

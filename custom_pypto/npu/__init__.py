@@ -23,6 +23,8 @@ contract:
                     apply instead of ``check``
 ``auto``, not set   PyPTO where it is installed, else a kernel package that offers the operator
 ==================  =============================================================================
+
+Layer ops are no operators of a kernel package: on an NPU they run their PyPTO program, or nothing.
 """
 
 import functools
@@ -33,7 +35,7 @@ from typing import Any
 
 import torch
 
-from ..descriptions import OPS, WEIGHTS
+from ..descriptions import KERNELS, LAYER_KERNELS, OPS, WEIGHTS
 from ..eager import VARIABLE, asked
 from ..graph.prototypes import prototype
 from ..requirements import Problem, pypto_problem
@@ -57,6 +59,17 @@ def check(op: str, arguments: dict[str, Any]) -> None:
         RuntimeError: the message names the argument and the remedy.
     """
     _module(op).check(Arguments(**arguments))
+
+
+def runs(op: str, *args) -> bool:
+    """Whether the PyPTO program of a layer op takes a call on an NPU."""
+    if asked() == "aclnn" or _pypto_problem() is not None:
+        return False
+    try:
+        check(op, bound(op, args, {}))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _call(op: str, launch: Launch, /, *args, **kwargs):
@@ -109,12 +122,13 @@ def _remedies(op: str, choice: str, missing: Problem) -> str:
 
 def implementations(launch: Launch) -> dict[str, Callable]:
     """Op -> the function that runs its PyPTO program with ``launch``."""
-    return {op: functools.partial(_call, op, launch) for op in OPS}
+    return {op: functools.partial(_call, op, launch) for op in KERNELS}
 
 
 def eager(launch: Launch) -> dict[str, Callable]:
     """Op -> its function for NPU tensors, by ``CUSTOM_PYPTO_EAGER``."""
-    return {op: functools.partial(_call_eagerly, op, launch) for op in OPS}
+    of_layers = {op: functools.partial(_call, op, launch) for op in LAYER_KERNELS}
+    return of_layers | {op: functools.partial(_call_eagerly, op, launch) for op in OPS}
 
 
 _library = torch.library.Library("custom_pypto", "IMPL")

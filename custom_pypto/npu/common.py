@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..descriptions import OPS, spelled
+from ..descriptions import KERNELS, spelled
 from ..requirements import pypto_problem, switched_on, warn_of_untested_pypto
 
 Arguments = SimpleNamespace  # of a call, by their names in the schema
@@ -89,7 +89,7 @@ class Limits:
             )
 
     def dtype(self, argument: str) -> None:
-        dtypes = OPS[self.op].dtypes_of(argument)
+        dtypes = KERNELS[self.op].dtypes_of(argument)
         given = name(getattr(self.arguments, argument).dtype)
         remedy = "convert it, or run on the CPU"
         self.require(given in dtypes, f"{argument}.dtype", spelled(dtypes), given, remedy)

@@ -18,6 +18,7 @@ GRADIENT_ROUNDING = ROUNDING | {torch.bfloat16: 3 * 2**-8}
 SIZES = [([1], 1, 16), ([300, 0, 1000], 1, 128), ([131, 5], 4, 16), ([5000], 2, 2048)]
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+STEP = torch.finfo(torch.float32).eps
 
 
 def of_sequences(
@@ -69,3 +70,17 @@ def excess(got: tuple, expected: tuple, magnitudes: Iterable, flushed: float = 0
         if counts.any():
             largest = max(largest, float(difference[counts].amax()))
     return largest
+
+
+def largest(x: Tensor) -> float:
+    """The largest finite magnitude."""
+    return float(x.double().nan_to_num(0, 0, 0).abs().max()) if x.numel() else 0.0
+
+
+def steps_from(got: tuple, expected: tuple, bounds: Iterable) -> float:
+    """The largest error, relative to the bounds of its elements; infinite for NaN."""
+    found = 0.0
+    for one, other, bound in zip(got, expected, bounds, strict=True):
+        error = ((one.double() - other.double()).abs() / bound).nan_to_num(nan=torch.inf)
+        found = max(found, float(error.amax()) if error.numel() else 0.0)
+    return found

@@ -13,7 +13,7 @@ constexpr bool is_number = is_one_of<T, float, half, int32_t, int16_t>;
 template <class T>
 constexpr bool is_real = is_one_of<T, float, half>;
 template <class T>
-constexpr bool is_factor = is_one_of<T, half, bfloat16_t, int8_t>;
+constexpr bool is_factor = is_one_of<T, float, half, bfloat16_t, int8_t>;
 template <class First, class... Others>
 constexpr bool one_type = (std::is_same_v<typename First::DType, typename Others::DType> && ...);
 
@@ -253,7 +253,7 @@ void TEXTRACT(const Dst& dst, const Src& src, int row, int col) {
       Src::Loc == TileType::Mat && (Dst::Loc == TileType::Left || Dst::Loc == TileType::Right),
       "TEXTRACT: from L1 to L0A or L0B, others are not modelled");
   static_assert(one_type<Dst, Src> && is_factor<typename Dst::DType>,
-                "TEXTRACT: only half, bfloat16_t and int8_t are modelled");
+                "TEXTRACT: only float, half, bfloat16_t and int8_t are modelled");
   static_assert(
       Src::Rows % 16 == 0 && Src::Cols % 16 == 0 && Dst::Rows % 16 == 0 && Dst::Cols % 16 == 0,
       "TEXTRACT: sizes are multiples of 16");
@@ -273,7 +273,7 @@ void check_product() {
   using Sum = std::conditional_t<std::is_same_v<typename A::DType, int8_t>, int32_t, float>;
   static_assert(
       one_type<A, B> && is_factor<typename A::DType> && std::is_same_v<typename C::DType, Sum>,
-      "TMATMUL: only half and bfloat16_t into float, int8_t into int32_t are modelled");
+      "TMATMUL: only floats into float, int8_t into int32_t are modelled");
 }
 template <class C, class A, class B>
 void TMATMUL(const C& c, const A& a, const B& b) {

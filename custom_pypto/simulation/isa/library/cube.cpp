@@ -43,6 +43,7 @@ void extract(const Tile& dst, const Tile& src, int row, int col) {
   bool transposed = src.layout == Layout::zn;
   // int8 whose inner dim is not k is transposed in squares of 32
   const int block = size == 1 && left == transposed ? 32 : BLOCK;
+  require(size < 4 || left != transposed, "float whose inner dim is not k is not modelled");
   require(src.rows % block == 0 && src.cols % block == 0, "src is of whole blocks");
   // rows and columns that fill the last blocks are copied as well
   int rows = round_up(dst.valid_rows, left ? block : deep);
@@ -101,7 +102,9 @@ void multiply(const Tile& c, const Tile& a, const Tile& b, bool accumulate) {
   int64_t inner = 32ll * (round_up(k, depth(a.type)) / depth(a.type));  // bytes
   const char *left = region(a, rows * inner, "a"), *right = region(b, inner * cols, "b");
   char* to = region(c, 4 * rows * cols, "c");
-  if (a.type == Type::f16)
+  if (a.type == Type::f32)
+    product<float, float>(to, left, right, m, k, n, accumulate);
+  else if (a.type == Type::f16)
     product<half, float>(to, left, right, m, k, n, accumulate);
   else if (a.type == Type::bf16)
     product<bfloat16_t, float>(to, left, right, m, k, n, accumulate);
