@@ -200,4 +200,12 @@ BENCHMARKS = {
         note="Four layers with random weights, prompts of 2048 tokens, 64 more behind a cached "
         "prefix, answers of 32. [Page](../docs/serving.md#selections-for-a-trainer).",
     ),
+    "experts": Entry(
+        "bench_experts",
+        "a layer of experts, compared with SGLang's kernels in vLLM's wheel",
+        dict(repeats=7),
+        "serving",
+        shown=("ms", "SGLang, ms", "ratio", "error", "SGLang's error"),
+        note="One thread. SGLang's rows of x are rounded to int8 where the weight is.",
+    ),
 }

