@@ -67,6 +67,8 @@ class PatchedAttention:
     slice_tokens: int
     #: whether the layer drafts, behind the layers of a forward: :mod:`.mtp`
     is_mtp = False
+    #: config attributes with the sizes of what such a layer takes of a token
+    state_sizes: tuple[str, ...] = ("hidden_size",)
     #: whether a forward of the model is :mod:`.batch_invariant`
     batch_invariant = False
     #: mixins of :mod:`.one_op` and :mod:`.routing` for modules of upstream, by their class

@@ -182,10 +182,12 @@ def grow(cache: PagedCache, tokens: int) -> None:
 def finish_forward(model, args: tuple, kwargs: dict, output):
     """Forward hook of the base model: the tokens of a completed forward count from now on, and the
     loss of its indexers is complete."""
-    mask = kwargs.get("attention_mask")
+    mask, of_mtp = kwargs.get("attention_mask"), model._custom_pypto.streams
+    streams = None if of_mtp is None else of_mtp.take()
     if isinstance(mask, dict) and isinstance(step := mask.get("indexed_attention"), Step):
-        follow(model, kwargs, step, output[0])
-        step.rows.finish(step, output[0])
+        states = output[0] if streams is None else streams
+        follow(model, kwargs, step, states)
+        step.rows.finish(step, states)
         if step.pieces is not None:
             return context_parallel.whole_output(step, output)
     return output

@@ -26,10 +26,12 @@ from .indexer_loss import (
     check_indexer_loss,
 )
 from .mtp.decoding import generate
+from .mtp.parts import Streams, has_streams
 from .one_op import Head, derived, plain_class
 from .patched import (
     attention_of,
     attentions_to_patch,
+    decoder_layers,
     is_mtp,
     is_patched,
     mtp_attention,
@@ -77,6 +79,7 @@ HOOKS = {
         generation.finish_forward,
         begin_indexer_loss,
         add_indexer_loss,
+        Streams.keep,
     )
 }
 # torch's dicts of forward hooks and of what it knows about them
@@ -97,6 +100,7 @@ class Patch:
     batch_invariant: bool = False
     told: set[str] = field(default_factory=set)  # why it trained on the upstream path, if logged
     regions: Regions | None = None  # of the latest compile_config of generate()
+    streams: Streams | None = None  # which an MTP layer takes
 
     def facts(self) -> list[tuple[str, object]]:
         """The options that ranks must share, by name."""
@@ -125,6 +129,9 @@ class Patch:
             setattr(model, name, partial(method, model))
         if mtp_attention(text) is not None:
             model.generate = wraps(model.generate)(partial(generate, model))
+            if has_streams(text):
+                self.streams = Streams()
+                text.hc_head.register_forward_pre_hook(self.streams.keep)
         text.register_forward_hook(generation.finish_forward, with_kwargs=True)
         if self.indexer_loss.kind:
             model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True)
@@ -139,7 +146,8 @@ class Patch:
     def undo(self, model) -> None:
         text = text_model(model)
         self.remove_hooks(model)
-        found = {i: attention_of(layer, is_patched) for i, layer in enumerate(text.layers)}
+        layers = enumerate(decoder_layers(text))
+        found = {i: attention_of(layer, is_patched) for i, layer in layers}
         attentions = {i: attention for i, attention in found.items() if attention is not None}
         for attention in attentions.values():
             for name in ("shares_selection", "lends_selection", "batch_invariant"):
@@ -153,7 +161,8 @@ class Patch:
         """Takes hooks, regions and methods from ``model``."""
         text = text_model(model)
         Regions.leave(text)
-        for module in (text, model):
+        streams = [text.hc_head] if self.streams is not None else []
+        for module in (text, model, *streams):
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in [key for key, hook in hooks.items() if name_of(hook) in HOOKS]:
                     for kind in KINDS_OF_HOOKS:

@@ -88,11 +88,11 @@ class TrainingRows:
             self.shared.setdefault(number, layer)
         return layer
 
-    def finish(self, step: Step, last_hidden_state: Tensor) -> None:
+    def finish(self, step: Step, states: Tensor) -> None:
         """The loss of the indexers, after every layer has added to it. Nothing counts as cached: no
         later forward continues, and layers that run again start at the first token."""
         if self.loss is not None:
-            self.loss.report(last_hidden_state, self.real, self.learning)
+            self.loss.report(states, self.real, self.learning)
 
     @torch.compiler.disable(reason="the graph of a layer keeps the latents to which it attends")
     def hold(self, layer: "CallLayer", output: Tensor) -> None:

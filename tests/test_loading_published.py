@@ -18,13 +18,14 @@ from model_harness import assert_close
 from mtp_harness import MTP_KINDS
 from published import V4, published, true_weights, weights_on_disk
 from safetensors import safe_open
-from tiny import KINDS, YARN, token_ids
+from tiny import KINDS, YARN, tiny_model, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV4ForCausalLM
 from transformers.integrations import finegrained_fp8
 from transformers.utils.logging import set_tqdm_hook
 
 from custom_pypto import models
+from custom_pypto.models.mtp.layer import mtp_layer
 
 
 @pytest.mark.parametrize("kv_lora_rank", [128, 192, 512])
@@ -98,10 +99,11 @@ def test_the_mtp_layer_loads_in_every_format_and_is_saved(kind, weights, tmp_pat
     model, without = (models.load(path, mtp=it, weights=weights) for it in (True, False))
     if weights is None:
         assert_equal_to_the_bit(model, path)
-    layer = model.model.layers[3]
+    layer = mtp_layer(model.model)
     kinds = {name: module.kind for name, module in layer.named_modules() if hasattr(module, "kind")}
     assert len(without.model.layers) == 3 and (weights is None) == (not kinds)
-    assert weights is None or {"mlp.experts", "eh_proj", "self_attn.o_proj"} <= kinds.keys()
+    own = {"e_proj", "self_attn.o_b_proj"} if kind == V4 else {"eh_proj", "self_attn.o_proj"}
+    assert weights is None or own | {"mlp.experts"} <= kinds.keys()
     ids = token_ids(1, 40)
     got = model.generate(ids, max_new_tokens=6, use_mtp=True)
     assert torch.equal(got, without.generate(ids, max_new_tokens=6))  # nothing accepted, by chance
@@ -144,8 +146,17 @@ def test_a_checkpoint_without_the_mtp_layer_is_named(tmp_path):
         models.load(path, mtp=True)
     models.load(path)
     path = published(tmp_path / "v4", V4)
-    with pytest.raises(ValueError, match="mtp must be False for a DeepseekV4ForCausalLM, got True"):
+    edit_tensor(path, "mtp.0.hc_head_fn$", lambda _: None, listed=False)
+    with pytest.raises(ValueError, match="lacks model.mtp.0.hc_head.hc_fn"):
         models.load(path, mtp=True)
+
+
+def test_an_architecture_whose_mtp_layer_is_unknown_is_named(tmp_path):
+    model = tiny_model("mistral_large4")
+    model.save_pretrained(tmp_path)
+    name = type(model).__name__
+    with pytest.raises(ValueError, match=f"load: mtp must be False for a {name}.*got True"):
+        models.load(tmp_path, mtp=True)
 
 
 @pytest.mark.parametrize("kind, drafts", [("deepseek_v32", "model.layers.3."), (V4, "mtp.")])

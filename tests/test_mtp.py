@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_harness import interrupted, no_grad_and_one_thread, prompt, whole_graph  # noqa: F401
 from mtp_harness import MTP_KINDS, drafting_model, mtp_rows
+from published import V4
 from tiny import clear_case, representatives, token_ids
 from transformers import GenerationConfig, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -229,23 +230,26 @@ def test_a_second_turn_drafts_with_what_the_first_left(kind, tmp_path):
 
     def two_turns(seed, **options):
         ids, cache = token_ids(2, 30, seed), models.PagedCache(model, 2, 128, block_size=16)
-        first = model.generate(ids, **{CACHE: cache}, **GREEDY, **options)
+        first = model.generate(ids, **real(ids), **{CACHE: cache}, **GREEDY, **options)
         first = first.sequences if options else first
         if options:  # saved and loaded in between
             cache.save(tmp_path / "cache")
             cache = models.PagedCache.load(tmp_path / "cache", model)
         ids = torch.cat([first, token_ids(2, 10, seed + 100)], 1)
-        second = model.generate(ids, **{CACHE: cache}, **GREEDY, **options)
+        second = model.generate(ids, **real(ids), **{CACHE: cache}, **GREEDY, **options)
         return second, ids
+
+    def real(ids):  # a text may have the token that pads
+        return {"attention_mask": torch.ones_like(ids)}
 
     seed, (want, _) = clear_case(two_turns)
     got, ids = two_turns(seed, **options)
     assert torch.equal(got.sequences, want)
-    fresh = model.generate(ids, **GREEDY, **options)
+    fresh = model.generate(ids, **real(ids), **GREEDY, **options)
     assert got.drafts == fresh.drafts and 0 < got.drafts.share < 1
 
 
-@pytest.mark.parametrize("kind", representatives(MTP_KINDS))
+@pytest.mark.parametrize("kind", representatives(kind for kind in MTP_KINDS if kind != V4))
 def test_caches_in_int8_draft(kind):
     model = drafting_model(kind, kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
     model = models.use_custom_pypto(model.bfloat16(), index_dtype="int8", kv_dtype="int8")
@@ -258,7 +262,7 @@ def test_caches_in_int8_draft(kind):
 @pytest.mark.parametrize("kind", representatives(MTP_KINDS))
 def test_an_interrupted_call_leaves_a_usable_cache(kind):
     model = drafting_model(kind)
-    layer = model.model.layers[3]
+    layer = mtp.mtp_layer(model.model)
     seed, want = clear_case(lambda seed: generated(model, alone(seed)))
     ids = want[:, :40]
     # in a draft, in a verified forward before it counts, and between both
@@ -284,7 +288,8 @@ def test_a_recorded_selection_has_the_tokens_of_the_text(kind):
             model.generate(want[:, :40], **GREEDY, **options)
         records.append(record)
     plain, drafted = records
-    assert drafted.indices.keys() == plain.indices.keys() and 3 not in drafted.indices
+    number = mtp.mtp_layer(model.model).self_attn.layer_idx
+    assert drafted.indices.keys() == plain.indices.keys() and number not in drafted.indices
     for layer, indices in plain.indices.items():
         assert torch.equal(drafted.indices[layer].sort(-1)[0], indices.sort(-1)[0])
     for layer, experts in plain.experts.items():

@@ -112,6 +112,7 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
         "state": Pool("head_dim", where=OF_HEAVY, vectors=2, layout=state),
     }
     rope = staticmethod(rotate)
+    state_sizes = ("hc_mult", "hidden_size")
 
     slice_tokens = property(lambda self: SLICE)
 

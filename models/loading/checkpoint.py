@@ -29,6 +29,7 @@ from ..weights.published import FLOATS, FP4, FP8, INTEGERS
 logger = logging.getLogger("custom_pypto")
 
 EXPERT = r"(\.experts\.)(\d+)\."
+OF_MTP = r"mtp\.\d+\."
 # lists of a config.json with one entry per layer
 PER_LAYER = ["layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern"]
 PER_LAYER += ["compress_ratios", "no_rope_layers", "kv_source_layers"]
@@ -331,11 +332,19 @@ def parts_on_disk(model, state: dict[str, Tensor]) -> Callable[[str], Place | No
 
     @functools.cache
     def part_of(name: str) -> Place | None:
+        layer = re.match(OF_MTP, name)
         # first by the rules: a rule may also match a name of the model
         for some in ((renamings, converters), ([], [])):
             parameter, source = rename_source_key(name, *some, model.base_model_prefix, state)
             if parameter in state:
                 break
+            if layer:  # an MTP layer has a head for its streams under the name of the model's
+                own, source = rename_source_key(name[layer.end() :], *some)
+                parameter = rename_source_key(
+                    layer[0] + own, [], [], model.base_model_prefix, state
+                )[0]
+                if parameter in state:
+                    break
         else:
             return None
         shape = list(state[parameter].shape)

@@ -9,6 +9,11 @@ norm, both embedded in one row::
     p(x_{j+1}) = softmax(head(g_j))
 
 Of further drafts ``g`` stands in place of ``h``. Embedding and head are the model's.
+DeepSeek-V4 has streams ``X``, which a head joins, in place of ``h``, and a window in ``layer``::
+
+    U_j = e_proj(enorm(embedding(x_j))) + h_proj(hnorm(X_{j-1}))       added to each stream
+    G_j = layer(U_1 .. U_j)
+    p(x_{j+1}) = softmax(head(norm(hc_head(G_j))))
 
 Shapes: B batch, S new tokens, H hidden size.
 """
@@ -19,12 +24,15 @@ from torch import Tensor, nn
 from ..architectures import ARCHITECTURES
 from ..cache import PagedCache, Step, Tokens
 from ..cache.store import slots
-from ..patched import CACHE, mtp_attention
+from ..patched import CACHE, MTP, decoder_layers, mtp_attention
+from .parts import has_streams, parts_for, parts_of
 
 #: key of config.json with the number of such layers
 LAYERS = "num_nextn_predict_layers"
 #: lists in a config with an entry for each layer, and that of the MTP layer; None: as the last one
 OF_LAYER = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
+#: the same of DeepSeek-V4: a window alone, and a router that learns
+OF_STREAMS = {"layer_types": "sliding_attention", "mlp_layer_types": "moe"}
 
 
 def check_mtp(caller: str, config, model_class: type) -> None:
@@ -46,10 +54,11 @@ def check_mtp(caller: str, config, model_class: type) -> None:
         )
 
 
-def config_of(config):
-    """The config of a model with the MTP layer as its last one."""
+def config_of(text):
+    """The config of a text model with the MTP layer as its last one."""
+    config = text.config
     keys = config.to_dict()
-    for name, own in OF_LAYER.items():
+    for name, own in (OF_STREAMS if has_streams(text) else OF_LAYER).items():
         if keys.get(name):
             keys[name] = [*keys[name], own or keys[name][-1]]
     keys["num_hidden_layers"] += 1
@@ -75,32 +84,33 @@ def with_mtp(model_class: type) -> type:
 def add_mtp(model) -> nn.Module:
     """Gives ``model``, which must not be patched yet, an MTP layer with random weights; the layer.
 
-    It is behind the decoder layers, which transformers runs up to ``num_hidden_layers``.
+    It is behind the decoder layers, which transformers runs up to ``num_hidden_layers``; of
+    DeepSeek-V4, which runs all, beside them.
     """
     text = model.base_model
-    config, last, norm = config_of(text.config), text.layers[-1], text.norm
+    config, last = config_of(text), text.layers[-1]
     layer = type(last)(config, last.self_attn.layer_idx + 1)
-    for name in ("enorm", "hnorm"):
-        layer.add_module(name, type(norm)(config.hidden_size, config.rms_norm_eps))
-    layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-    layer.shared_head = nn.Module()
-    layer.shared_head.norm = type(norm)(config.hidden_size, config.rms_norm_eps)
+    parts_for(text).add(layer, text)
     layer.self_attn.is_mtp = True
     for module in layer.mlp.modules():
         if hasattr(module, "config"):  # of the model, which says how experts compute
             module.config = text.config
     for module in layer.modules():
         model._init_weights(module)
-    layer.to(norm.weight.device, norm.weight.dtype)
+    like = text.get_input_embeddings().weight  # some norms are in float32
+    layer.to(like.device, like.dtype)
     layer.train(model.training)
-    text.layers.append(layer)
+    if has_streams(text):
+        setattr(text, MTP, nn.ModuleList([layer]))
+    else:
+        text.layers.append(layer)
     setattr(text.config, LAYERS, 1)
     return layer
 
 
 def mtp_layer(text) -> nn.Module | None:
     """The MTP layer of a :func:`.patched.text_model`; None: it has none."""
-    return None if mtp_attention(text) is None else text.layers[-1]
+    return None if mtp_attention(text) is None else decoder_layers(text)[-1]
 
 
 class Drafting:
@@ -136,9 +146,9 @@ class Drafting:
         new, drafts = self.before.size(1), ids[:, :0]
         state = self.feed(ids[:, -new:], self.before, positions[:, -new:], 1)[:, -1:]
         self.before = self.before[:, :0]
-        head = self.model.get_output_embeddings()
+        head, hidden_of = self.model.get_output_embeddings(), parts_of(self.layer).hidden
         while True:
-            token = head(state).argmax(-1)
+            token = head(hidden_of(self.layer, state)).argmax(-1)
             drafts = torch.cat([drafts, token], 1)
             if (done := drafts.size(1)) == count:
                 return drafts
@@ -170,7 +180,7 @@ def follow(text, kwargs: dict, step: Step, hidden: Tensor) -> None:
 
     Args:
         kwargs: of the forward.
-        hidden: its result, ``[B, S, H]``.
+        hidden: its states, ``[B, S, ..]``.
     """
     cache = step.rows
     if not isinstance(cache, PagedCache) or cache.sequences.hidden is None:
@@ -182,7 +192,8 @@ def follow(text, kwargs: dict, step: Step, hidden: Tensor) -> None:
     if embeddings is None:
         embeddings = text.get_input_embeddings()(kwargs["input_ids"])
     before = torch.cat([cache.sequences.hidden[:, None], hidden[:, :-1]], 1)
-    run(text, mtp_layer(text), cache, embeddings, before, step.own)
+    tokens = step.own._replace(position_ids=kwargs["position_ids"])
+    run(text, mtp_layer(text), cache, embeddings, before, tokens)
 
 
 def run(
@@ -199,7 +210,7 @@ def run(
     output = layer(
         embedded,
         attention_mask=step,
-        position_embeddings=text.rotary_emb(embedded, position_ids=positions),
+        position_embeddings=parts_of(layer).angles(text, layer, embedded, positions),
         position_ids=positions,
         use_cache=True,
         **{CACHE: cache},
@@ -209,13 +220,12 @@ def run(
 
 def joined(layer: nn.Module, embeddings: Tensor, before: Tensor) -> Tensor:
     """``u`` ``[B, S, H]``, which the decoder layer takes."""
-    return layer.eh_proj(torch.cat([layer.enorm(embeddings), layer.hnorm(before)], -1))
+    return parts_of(layer).joined(layer, embeddings, before)
 
 
 def output_of(layer: nn.Module, output) -> Tensor:
-    """``g`` ``[B, S, H]`` from what the decoder layer returns: of some architectures indices,
-    too."""
-    return layer.shared_head.norm(output[0] if isinstance(output, tuple) else output)
+    """The states ``g`` ``[B, S, ..]`` from what the decoder layer returns."""
+    return parts_of(layer).state(layer, output)
 
 
 def step_of(cache: PagedCache, tokens: Tokens) -> Step:
@@ -229,5 +239,7 @@ def step_of(cache: PagedCache, tokens: Tokens) -> Step:
         valid=valid,
         positions=positions,
     )
-    layout, tables = cache.store.every_token, cache.store.tables
-    return Step(cache, cache.sequences, own, own, slots(tables[layout], layout, positions, valid))
+    new_slots, layout, tables = None, cache.store.every_token, cache.store.tables
+    if layout in tables:
+        new_slots = slots(tables[layout], layout, positions, valid)
+    return Step(cache, cache.sequences, own, own, new_slots)
