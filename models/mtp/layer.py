@@ -205,14 +205,24 @@ def run(
         embeddings: of the tokens, ``[B, S, H]``; before: the hidden states of those before them.
     """
     embedded = joined(layer, embeddings, before)
-    step = step_of(cache, tokens)
-    positions = tokens.position_ids
+    return called(text, layer, embedded, step_of(cache, tokens), tokens.position_ids, cache)
+
+
+def called(
+    text,
+    layer: nn.Module,
+    embedded: Tensor,
+    step: Step,
+    positions: Tensor,
+    cache: PagedCache | None = None,
+) -> Tensor:
+    """The states ``[B, S, ..]`` of what is :func:`joined`, at the rows of ``step``."""
     output = layer(
         embedded,
         attention_mask=step,
         position_embeddings=parts_of(layer).angles(text, layer, embedded, positions),
         position_ids=positions,
-        use_cache=True,
+        use_cache=cache is not None,
         **{CACHE: cache},
     )
     return output_of(layer, output)
