@@ -1,22 +1,23 @@
 """Random models with an MTP layer, some of whose drafts are right."""
 
 import torch
+from published import V4
 from tiny import made, randomise, tiny_model
 
 from custom_pypto import models
 from custom_pypto.models.architectures import ARCHITECTURES
 from custom_pypto.models.mtp.layer import add_mtp, mtp_layer
-from custom_pypto.models.patched import text_model
+from custom_pypto.models.patched import decoder_layers, text_model
 
 MTP_KINDS = [it.folder for it in ARCHITECTURES.values() if it.mtp]
 
 
-def weakened(layers):
+def weakened(layers, factor):
     """Scales down what these layers add: the next token then follows from the last one, mostly."""
     for layer in layers:
         for name, weight in layer.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
-                weight.mul_(0.01)
+            if name.endswith(("o_proj.weight", "o_b_proj.weight", "down_proj.weight", "down_proj")):
+                weight.mul_(factor)
 
 
 @torch.no_grad()
@@ -32,14 +33,21 @@ def upstream_drafting(kind="deepseek_v32", right=True, **changes):
     layer = add_mtp(model)
     randomise(layer, norm=0.3)
     if right:
-        weakened(text_model(model).layers)
+        text = text_model(model)
+        # the weights of DeepSeek-V4 are twice as large
+        weakened(decoder_layers(text), 0.002 if kind == V4 else 0.01)
         layer.enorm.load_state_dict({"weight": torch.ones_like(layer.enorm.weight)}, strict=False)
-        layer.shared_head.norm.load_state_dict(text_model(model).norm.state_dict())
         if hasattr(layer, "embed_tokens"):
             layer.embed_tokens.load_state_dict(model.get_input_embeddings().state_dict())
-        hidden = layer.eh_proj.out_features
-        layer.eh_proj.weight.mul_(0.1)
-        layer.eh_proj.weight[:, :hidden] += torch.eye(hidden)
+        if kind == V4:
+            norm, of_token, of_states = layer.kv_norm, layer.e_proj.weight, layer.h_proj.weight
+            layer.hc_head.load_state_dict(text.hc_head.state_dict())
+        else:
+            norm, both = layer.shared_head.norm, layer.eh_proj.weight
+            of_token, of_states = both.chunk(2, 1)
+        norm.load_state_dict(text.norm.state_dict())
+        of_token.mul_(0.1).add_(torch.eye(len(of_token)))
+        of_states.mul_(0.1)
     torch.manual_seed(1)
     return model
 
@@ -50,13 +58,18 @@ def drafting_model(kind="deepseek_v32", right=True, **changes):
 
 
 def mtp_rows(model, cache, sequence):
-    """What the pools of the MTP layer hold of a sequence, by pool."""
+    """What the pools of the MTP layer hold of a sequence, by pool; of DeepSeek-V4 the rows in a
+    ring that is longer than the texts of the tests."""
     layer = cache.store.layers[mtp_layer(text_model(model)).self_attn.layer_idx]
     tokens, found = int(cache.lengths[sequence]) - 1, {}
     for name, pool in layer.pools.items():
-        layout = layer.layouts[name]
-        if layout.ring and not layout.ratio:  # inputs of groups: tokens that later ones need
-            continue
+        layout, count = layer.layouts[name], tokens
+        if name != "kv" and layout.ring and not layout.ratio:
+            continue  # inputs of groups: tokens that later ones need
+        if layout.ring:
+            assert tokens <= layout.ring
+        else:
+            count = tokens // layout.ratio
         rows = pool[layer.tables[layout][sequence].long()].flatten(0, 1)
-        found[name] = rows[: tokens // layout.ratio]
+        found[name] = rows[:count]
     return found
