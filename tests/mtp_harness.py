@@ -57,6 +57,24 @@ def drafting_model(kind="deepseek_v32", right=True, **changes):
     return models.use_custom_pypto(upstream_drafting(kind, right, **changes), block_size=16)
 
 
+def surroundings(text, layer, kind, x, positions):
+    """What a decoder layer of transformers gets besides ``x``."""
+    tokens = x.size(1)
+    mask = torch.full((tokens, tokens), -torch.inf).triu(1)[None, None]
+    if kind == "glm5_next":
+        return {"position_embeddings": None, "attention_mask": torch.ones(x.shape[:2]).bool()}
+    if kind in (V4, "dots3_note"):
+        window = layer.self_attn.sliding_window
+        mask = mask + torch.full((tokens, tokens), -torch.inf).tril(-window)
+    if kind == V4:
+        rotations = {"main": text.rotary_emb(x, positions, layer_type="main")}
+    elif kind == "dots3_note":
+        rotations = text.rotary_emb(x, positions, "sliding_attention")
+    else:
+        rotations = text.rotary_emb(x, position_ids=positions)
+    return {"position_embeddings": rotations, "attention_mask": mask}
+
+
 def mtp_rows(model, cache, sequence):
     """What the pools of the MTP layer hold of a sequence, by pool; of DeepSeek-V4 the rows in a
     ring that is longer than the texts of the tests."""

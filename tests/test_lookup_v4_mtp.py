@@ -56,7 +56,9 @@ def without_streams(monkeypatch):
 def tokens_one_earlier(monkeypatch):
     draft = mtp.Drafting.draft
     monkeypatch.setattr(
-        mtp.Drafting, "draft", lambda self, ids, *rest: draft(self, ids.roll(1, 1), *rest)
+        mtp.Drafting,
+        "draft",
+        lambda self, ends, *rest: draft(self, [end.roll(1) for end in ends], *rest),
     )
 
 

@@ -4,7 +4,7 @@ DeepSeek-V4, of which transformers has none, tests/test_mtp_v4.py has the defini
 import pytest
 import torch
 from model_harness import TOLERANCES, no_grad_and_one_thread  # noqa: F401
-from mtp_harness import MTP_KINDS, upstream_drafting
+from mtp_harness import MTP_KINDS, surroundings, upstream_drafting
 from published import V4
 from tiny import clear_case, token_ids
 from torch import nn
@@ -53,21 +53,6 @@ def of_upstream(layer, kind):
         getattr(made, name).load_state_dict(getattr(layer, name).state_dict())
     made.post_norm.load_state_dict(layer.shared_head.norm.state_dict())
     return made
-
-
-def surroundings(text, layer, kind, x, positions):
-    """What a decoder layer of transformers gets besides ``x``."""
-    tokens = x.size(1)
-    mask = torch.full((tokens, tokens), -torch.inf).triu(1)[None, None]
-    if kind == "glm5_next":
-        return {"position_embeddings": None, "attention_mask": torch.ones(x.shape[:2]).bool()}
-    if kind == "dots3_note":
-        window = layer.self_attn.sliding_window
-        mask = mask + torch.full((tokens, tokens), -torch.inf).tril(-window)
-        rotations = text.rotary_emb(x, positions, "sliding_attention")
-    else:
-        rotations = text.rotary_emb(x, position_ids=positions)
-    return {"position_embeddings": rotations, "attention_mask": mask}
 
 
 def called(model, kind, ids, before):

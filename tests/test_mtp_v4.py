@@ -4,7 +4,7 @@ windows, compressed rows and compressors, namely nothing."""
 import pytest
 import torch
 from model_harness import TOLERANCES, no_grad_and_one_thread  # noqa: F401
-from mtp_harness import drafting_model, upstream_drafting
+from mtp_harness import drafting_model, surroundings, upstream_drafting
 from published import V4, weights_on_disk
 from tiny import clear_case, token_ids
 
@@ -34,17 +34,9 @@ def defined(model, ids):
     hook.remove()
     token = rms(text.embed_tokens(ids[:, 1:]), weights["enorm.weight"]) @ weights["e_proj.weight"].T
     before = rms(streams[0][:, :-1], weights["hnorm.weight"]) @ weights["h_proj.weight"].T
-    tokens = ids.size(1) - 1
-    far = torch.ones(tokens, tokens, dtype=torch.bool)
-    masked = far.triu(1) | far.tril(-WINDOW)
-    positions = torch.arange(tokens)[None]
-    states = layer(
-        token[:, :, None] + before,
-        attention_mask=torch.zeros(tokens, tokens).masked_fill(masked, -torch.inf)[None, None],
-        position_embeddings={"main": text.rotary_emb(token, positions, layer_type="main")},
-        position_ids=positions,
-        **{CACHE: None},
-    )
+    positions = torch.arange(1, ids.size(1))[None]
+    others = surroundings(text, layer, V4, token, positions)
+    states = layer(token[:, :, None] + before, position_ids=positions, **others, **{CACHE: None})
     mixes = rms(states.flatten(2)) @ weights["hc_head_fn"].T
     mixes = torch.sigmoid(mixes * weights["hc_head_scale"] + weights["hc_head_base"]) + 1e-6
     joined = (mixes[..., None] * states).sum(2)
