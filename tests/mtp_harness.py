@@ -1,8 +1,9 @@
 """Random models with an MTP layer, some of whose drafts are right."""
 
 import torch
+from model_harness import prompt
 from published import V4
-from tiny import made, randomise, tiny_model
+from tiny import made, randomise, tiny_model, token_ids
 
 from custom_pypto import models
 from custom_pypto.models.architectures import ARCHITECTURES
@@ -10,6 +11,12 @@ from custom_pypto.models.mtp.layer import add_mtp, mtp_layer
 from custom_pypto.models.patched import decoder_layers, text_model
 
 MTP_KINDS = [it.folder for it in ARCHITECTURES.values() if it.mtp]
+# of whose sequences one may be ahead of another
+APART = [kind for kind in MTP_KINDS if kind not in ("glm5_next", V4)]
+NEW = 24
+PADS = [0, 13]
+DICT = {"return_dict_in_generate": True}
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 
 def weakened(layers, factor):
@@ -91,3 +98,17 @@ def mtp_rows(model, cache, sequence):
         rows = pool[layer.tables[layout][sequence].long()].flatten(0, 1)
         found[name] = rows[:count]
     return found
+
+
+def generated(model, inputs, **options):
+    torch.manual_seed(5)
+    return model.generate(**inputs, **GREEDY | options)
+
+
+def padded(seed=1):
+    # random tokens: the embedding of a padding token is 0, which would let experts tie
+    return prompt(seed, PADS) | {"input_ids": token_ids(len(PADS), 40, seed)}
+
+
+def alone(seed):
+    return {"input_ids": token_ids(1, 40, seed)}
