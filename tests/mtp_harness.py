@@ -6,8 +6,9 @@ from published import V4
 from tiny import made, randomise, tiny_model, token_ids
 
 from custom_pypto import models
+from custom_pypto.models import generation
 from custom_pypto.models.architectures import ARCHITECTURES
-from custom_pypto.models.mtp.layer import add_mtp, mtp_layer
+from custom_pypto.models.mtp import layer as mtp
 from custom_pypto.models.patched import decoder_layers, text_model
 
 MTP_KINDS = [it.folder for it in ARCHITECTURES.values() if it.mtp]
@@ -37,7 +38,7 @@ def upstream_drafting(kind="deepseek_v32", right=True, **changes):
     """
     model = tiny_model(kind) if not changes else made(kind, **changes)
     torch.manual_seed(2)
-    layer = add_mtp(model)
+    layer = mtp.add_mtp(model)
     randomise(layer, norm=0.3)
     if right:
         text = text_model(model)
@@ -85,7 +86,7 @@ def surroundings(text, layer, kind, x, positions):
 def mtp_rows(model, cache, sequence):
     """What the pools of the MTP layer hold of a sequence, by pool; of DeepSeek-V4 the rows in a
     ring that is longer than the texts of the tests."""
-    layer = cache.store.layers[mtp_layer(text_model(model)).self_attn.layer_idx]
+    layer = cache.store.layers[mtp.mtp_layer(text_model(model)).self_attn.layer_idx]
     tokens, found = int(cache.lengths[sequence]) - 1, {}
     for name, pool in layer.pools.items():
         layout, count = layer.layouts[name], tokens
@@ -112,3 +113,25 @@ def padded(seed=1):
 
 def alone(seed):
     return {"input_ids": token_ids(1, 40, seed)}
+
+
+# ---- pitfalls, which cost drafts ---------------------------------------------------------------
+
+
+def tokens_one_earlier(monkeypatch):
+    draft = mtp.Drafting.draft
+    monkeypatch.setattr(
+        mtp.Drafting,
+        "draft",
+        lambda self, ends, *rest: draft(self, [end.roll(1) for end in ends], *rest),
+    )
+
+
+def without_the_prompt(monkeypatch):
+    def follow(text, kwargs, step, states):
+        if step.rows.drafting is not None:
+            mtp.follow(text, kwargs, step, states)
+        for pool in step.rows.store.layers[-1].pools.values():
+            pool.nan_to_num_()
+
+    monkeypatch.setattr(generation, "follow", follow)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from mtp_harness import tokens_one_earlier, without_the_prompt
 
 from custom_pypto import models
-from custom_pypto.models import generation
 from custom_pypto.models.mtp import layer as mtp
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -51,25 +51,6 @@ def without_streams(monkeypatch):
     joined = mtp.joined
     zero = lambda layer, x, streams: joined(layer, x, torch.zeros_like(streams))  # noqa: E731
     monkeypatch.setattr(mtp, "joined", zero)
-
-
-def tokens_one_earlier(monkeypatch):
-    draft = mtp.Drafting.draft
-    monkeypatch.setattr(
-        mtp.Drafting,
-        "draft",
-        lambda self, ends, *rest: draft(self, [end.roll(1) for end in ends], *rest),
-    )
-
-
-def without_the_prompt(monkeypatch):
-    def follow(text, kwargs, step, states):
-        if step.rows.drafting is not None:
-            mtp.follow(text, kwargs, step, states)
-        for pool in step.rows.store.layers[-1].pools.values():
-            pool.nan_to_num_()
-
-    monkeypatch.setattr(generation, "follow", follow)
 
 
 PITFALLS = [exchanged_projections, without_streams, tokens_one_earlier, without_the_prompt]
