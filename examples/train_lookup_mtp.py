@@ -66,15 +66,20 @@ def draft_loss(model, layer, input_ids, labels):
     return sum(losses)
 
 
-@torch.no_grad()
 def drafted_answers(model, length, *, batch=1, questions=32, seed=1_000_000):
-    """transformers' output, with the answers to all questions of a text.
+    """transformers' output, with the answers to all questions of a text."""
+    input_ids, _ = lookup_batch(batch, length, questions=questions, seed=seed)
+    return drafted(model, input_ids, questions)
+
+
+@torch.no_grad()
+def drafted(model, input_ids, questions):
+    """transformers' output, with the answers to the last ``questions`` of a batch.
 
     Each question is the only token allowed after the text, or after the ``.`` of an answer. A step
     drafts its value and ``.``.
     """
-    input_ids, _ = lookup_batch(batch, length, questions=questions, seed=seed)
-    text = length - 3 * questions
+    text = input_ids.size(1) - 3 * questions
 
     def allowed(row, ids):
         is_asked = (len(ids) - text) % 3 == 0
@@ -141,9 +146,14 @@ def train_mtp(args):
 
     lookup_tokenizer().save_pretrained(args.output)
     model.to(torch.bfloat16).save_pretrained(args.output)
+    report(args.output, drafted_answers, (256, 512, 1024, 2048, 4096))
+
+
+def report(checkpoint, drafted_answers, lengths):
+    """Prints what is accepted."""
     for dtype in (torch.float32, torch.bfloat16):
-        saved = models.load(args.output, dtype=dtype, mtp=True)
-        for length in (256, 512, 1024, 2048, 4096):
+        saved = models.load(checkpoint, dtype=dtype, mtp=True)
+        for length in lengths:
             counts = drafted_answers(saved, length).drafts
             print(f"{length} tokens in {dtype}: accepted {counts.accepted} of {counts.drafted}")
 

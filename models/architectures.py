@@ -43,7 +43,7 @@ ARCHITECTURES = {
     ),
     "AXK2ForCausalLM": Architecture("A.X-K2", "axk2", "PagedAXK2Attention", mtp=True),
     "DeepseekV4ForCausalLM": Architecture(
-        "DeepSeek-V4", "deepseek_v4", "PagedDeepseekV4Attention", served=True
+        "DeepSeek-V4", "deepseek_v4", "PagedDeepseekV4Attention", served=True, mtp=True
     ),
     "HYV4ForCausalLM": Architecture("Hy4", "hy_v4", "PagedHYV4Attention", served=True, mtp=True),
     "HYV4VLForConditionalGeneration": Architecture(

@@ -53,6 +53,9 @@ class Mtp(NamedTuple):
     names: dict[str, str] = {}
     #: whether a config without the number of such layers, or with another, has one
     always: bool = False
+    #: whether it takes the streams of a token in place of a hidden state, and is beside the other
+    #: layers
+    streams: bool = False
 
 
 class PatchedAttention:

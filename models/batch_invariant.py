@@ -22,7 +22,7 @@ from custom_pypto import layer_ops
 from .absorbed import first_derivative
 from .compression import pooled_groups
 from .one_op import OP_DTYPES, PLAIN_TENSORS, Experts, GroupedLinear, OneOp, derived
-from .patched import text_model
+from .patched import decoder_layers, text_model
 from .projection import change_class, is_sharded
 
 CALLER = "use_custom_pypto: batch_invariant must be False"
@@ -303,7 +303,7 @@ def make_invariant(model, paged: type) -> None:
             change_class(module, derived(mixin, type(module)))
     others = nn.ModuleList, nn.Embedding
     parts = [part for part in text.children() if not isinstance(part, others)]
-    for layer in text.layers:  # may be inside somebody's wrapper
+    for layer in decoder_layers(text):  # may be inside somebody's wrapper
         parts.append(next(x for x in layer.modules() if "self_attn" in x._modules))
     for part in (*parts, model.get_output_embeddings()):
         change_class(part, derived(InvariantLayer, type(part)))

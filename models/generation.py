@@ -15,6 +15,7 @@ from .batch_invariant import check_forward
 from .cache import PagedCache, Step
 from .index_sharing import SharedUpstream
 from .memory import has_numbers, is_transformed
+from .mtp import loss as mtp_loss
 from .mtp.decoding import check_no_mtp
 from .mtp.layer import follow
 from .patched import (
@@ -63,7 +64,7 @@ def prepare(model, args: tuple, kwargs: dict):
     """
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
-    loss = kwargs.pop(indexer_loss.NAME, None)
+    loss, of_mtp = kwargs.pop(indexer_loss.NAME, None), kwargs.pop(mtp_loss.NAME, None)
     rename_cache("patched model", kwargs)
     attentions = patched_attentions(model)
     attention = next(iter(attentions.values()))
@@ -73,7 +74,7 @@ def prepare(model, args: tuple, kwargs: dict):
         for i, each in attentions.items():  # upstream, too, their gradients are wrong
             check_adapters_of_ranks(i, each)
     if request.cache is None and model.training:
-        if step := training.step_of(model, attentions, request, loss):
+        if step := training.step_of(model, attentions, request, loss, of_mtp):
             kwargs["use_cache"] = False
     elif request.cache is not None or not (is_transformed() or masks.is_packed(request)):
         cache = cache_of(model, attentions, request)
@@ -182,10 +183,14 @@ def grow(cache: PagedCache, tokens: int) -> None:
 def finish_forward(model, args: tuple, kwargs: dict, output):
     """Forward hook of the base model: the tokens of a completed forward count from now on, and the
     loss of its indexers is complete."""
-    mask = kwargs.get("attention_mask")
+    mask, of_mtp = kwargs.get("attention_mask"), model._custom_pypto.streams
+    streams = None if of_mtp is None else of_mtp.take()
     if isinstance(mask, dict) and isinstance(step := mask.get("indexed_attention"), Step):
-        follow(model, kwargs, step, output[0])
-        step.rows.finish(step, output[0])
+        states = output[0] if streams is None else streams
+        if (loss := getattr(step.rows, "mtp_loss", None)) is not None:
+            loss.run(model, kwargs, step, states)
+        follow(model, kwargs, step, states)
+        step.rows.finish(step, states)
         if step.pieces is not None:
             return context_parallel.whole_output(step, output)
     return output

@@ -316,24 +316,29 @@ def add_indexer_loss(model, args: tuple, kwargs: dict, output):
     loss = kwargs.get(NAME)
     if loss is None or (total := loss.take()) is None or output is None:
         return None
-    names = inspect.signature(type(model).forward).parameters
-    given = dict(zip([*names][1:], args, strict=False)) | kwargs
     coefficient = text_model(model)._custom_pypto.indexer_loss.coefficient
-    return with_loss(output, total / divisor(loss, given), coefficient)
+    value = total / divisor(loss, arguments(model, args, kwargs))
+    return with_loss(output, value, coefficient, NAME)
+
+
+def arguments(model, args: tuple, kwargs: dict) -> dict:
+    """Those of a forward of the whole model, by name."""
+    names = inspect.signature(type(model).forward).parameters
+    return dict(zip([*names][1:], args, strict=False)) | kwargs
 
 
 @torch.compiler.disable(reason="makes a class of outputs")
-def with_loss(output: ModelOutput, value: Tensor, coefficient: float) -> ModelOutput:
-    """``output`` with this loss of the indexers."""
+def with_loss(output: ModelOutput, value: Tensor, coefficient: float, name: str) -> ModelOutput:
+    """``output`` with a loss of this name."""
     if not isinstance(output, ModelOutput):
         raise ValueError(
-            "patched model: return_dict must be True with indexer_loss (a tuple has no place for "
-            "it), got False; omit return_dict"
+            f"patched model: return_dict must be True with {name} (a tuple has no place for it), "
+            "got False; omit return_dict"
         )
-    items = {**output, NAME: value}
+    items = {**output, name: value}
     if items.get("loss") is not None:
         items["loss"] = items["loss"] + coefficient * value
-    return with_field(type(output))(**items)
+    return with_field(type(output), name)(**items)
 
 
 def divisor(loss: IndexerLoss, given: dict):
@@ -348,19 +353,23 @@ def divisor(loss: IndexerLoss, given: dict):
 
 
 @functools.cache
-def with_field(output_class: type) -> type:
-    """This class of outputs with a field for the loss: transformers rebuilds outputs from their
+def with_field(output_class: type, name: str) -> type:
+    """This class of outputs with a field for a loss: transformers rebuilds outputs from their
     fields."""
-    fields = [(NAME, Tensor | None, None)]
+    fields = [(name, Tensor | None, None)]
+    original, names = getattr(output_class, "with_losses", (output_class, ()))
 
     def reduced(output: ModelOutput) -> tuple:
         # pickle finds classes by module and name, and this one has neither
-        return output_with_loss, (output_class, {**output})
+        return output_with_losses, (original, (*names, name), {**output})
 
+    namespace = {"__reduce__": reduced, "with_losses": (original, (*names, name))}
     return dataclasses.make_dataclass(
-        output_class.__name__, fields, bases=(output_class,), namespace={"__reduce__": reduced}
+        output_class.__name__, fields, bases=(output_class,), namespace=namespace
     )
 
 
-def output_with_loss(output_class: type, items: dict) -> ModelOutput:
-    return with_field(output_class)(**items)
+def output_with_losses(output_class: type, names: tuple[str, ...], items: dict) -> ModelOutput:
+    for name in names:
+        output_class = with_field(output_class, name)
+    return output_class(**items)

@@ -26,10 +26,13 @@ from .indexer_loss import (
     check_indexer_loss,
 )
 from .mtp.decoding import generate
+from .mtp.loss import add_mtp_loss, begin_mtp_loss, check_mtp_loss
+from .mtp.parts import Streams
 from .one_op import Head, derived, plain_class
 from .patched import (
     attention_of,
     attentions_to_patch,
+    decoder_layers,
     is_mtp,
     is_patched,
     mtp_attention,
@@ -77,6 +80,9 @@ HOOKS = {
         generation.finish_forward,
         begin_indexer_loss,
         add_indexer_loss,
+        begin_mtp_loss,
+        add_mtp_loss,
+        Streams.keep,
     )
 }
 # torch's dicts of forward hooks and of what it knows about them
@@ -93,10 +99,12 @@ class Patch:
     sizes: dict  # of patched.sizes
     dequantized: list[Dequantized]
     sharing: Sharing
+    mtp_loss: float = 0.0  # what that of an MTP layer is multiplied by
     context_parallel: bool = False  # whether ranks share prompts
     batch_invariant: bool = False
     told: set[str] = field(default_factory=set)  # why it trained on the upstream path, if logged
     regions: Regions | None = None  # of the latest compile_config of generate()
+    streams: Streams | None = None  # which an MTP layer takes
 
     def facts(self) -> list[tuple[str, object]]:
         """The options that ranks must share, by name."""
@@ -126,10 +134,16 @@ class Patch:
         if mtp_attention(text) is not None:
             below = vars(model).get("generate")  # which reads experts in files
             model.generate = wraps(model.generate)(partial(generate, model, below))
+            if paged.mtp.streams:
+                self.streams = Streams()
+                text.hc_head.register_forward_pre_hook(self.streams.keep)
         text.register_forward_hook(generation.finish_forward, with_kwargs=True)
         if self.indexer_loss.kind:
             model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True)
             model.register_forward_hook(add_indexer_loss, with_kwargs=True, always_call=True)
+        if self.mtp_loss:
+            model.register_forward_pre_hook(begin_mtp_loss, with_kwargs=True)
+            model.register_forward_hook(add_mtp_loss, with_kwargs=True, always_call=True)
         # the last, as it hands the layers a step
         text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True)
 
@@ -140,7 +154,8 @@ class Patch:
     def undo(self, model) -> None:
         text = text_model(model)
         self.remove_hooks(model)
-        found = {i: attention_of(layer, is_patched) for i, layer in enumerate(text.layers)}
+        layers = enumerate(decoder_layers(text))
+        found = {i: attention_of(layer, is_patched) for i, layer in layers}
         attentions = {i: attention for i, attention in found.items() if attention is not None}
         for attention in attentions.values():
             for name in ("shares_selection", "lends_selection", "batch_invariant"):
@@ -154,7 +169,8 @@ class Patch:
         """Takes hooks, regions and methods from ``model``."""
         text = text_model(model)
         Regions.leave(text)
-        for module in (text, model):
+        streams = [text.hc_head] if self.streams is not None else []
+        for module in (text, model, *streams):
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in [key for key, hook in hooks.items() if name_of(hook) in HOOKS]:
                     for kind in KINDS_OF_HOOKS:
@@ -199,6 +215,7 @@ def use_custom_pypto(
     training: Training = "auto",
     indexer_loss: Divergence | None = None,
     indexer_loss_coefficient: float = 1.0,
+    mtp_loss_coefficient: float | None = None,
     context_parallel: bool = False,
     index_topk_freq: int | None = None,
     index_topk_pattern: str | None = None,
@@ -230,6 +247,11 @@ def use_custom_pypto(
             as ``indexer_loss``, divided like the loss of the language model, without labels by
             the number of real tokens. None: none.
         indexer_loss_coefficient: what it is multiplied by in the output's ``loss``.
+        mtp_loss_coefficient: what the loss of the layer for multi-token prediction counts in the
+            output's ``loss``, in training forwards with labels, gradients and without a cache:
+            these then always run on the ops. The output has it as ``mtp_loss``. None: 0.1, as at
+            the end of DeepSeek-V3's training, for a model with the layer. 0: no such loss.
+            docs/training.md has the definition.
         context_parallel: the ranks of torch's process group, which the caller initialises, take a
             part of the tokens of each prompt, and of each training forward on the ops. Every rank
             has the whole model, makes the same calls, and ends with the whole cache; gradients are
@@ -281,6 +303,9 @@ def use_custom_pypto(
     if context_parallel:
         check_context_parallel("use_custom_pypto", model, paged, indexer_loss)
     text = text_model(model)
+    mtp_loss = check_mtp_loss(
+        "use_custom_pypto", text, training, context_parallel, mtp_loss_coefficient
+    )
     check_widths(text.config, paged.pools)
     dtypes = check_cache_dtypes("use_custom_pypto", text, paged, index_dtype, kv_dtype)
     attentions = attentions_to_patch(text, upstream, paged)
@@ -311,7 +336,15 @@ def use_custom_pypto(
     path = "ops" if indexer_loss or batch_invariant else training
     cache = {"block_size": block_size, **dtypes}
     patch = Patch(
-        path, option, cache, cache_sizes, dequantized, sharing, context_parallel, batch_invariant
+        path,
+        option,
+        cache,
+        cache_sizes,
+        dequantized,
+        sharing,
+        mtp_loss,
+        context_parallel,
+        batch_invariant,
     )
     patch.apply(model, attentions, paged)
     plain = not any(getattr(module, "kind", None) for module in text.modules())

@@ -14,6 +14,8 @@ CACHE_NAMES = ("cache", "past_key_values")
 _PARAMETERS = inspect.signature(create_masks_for_generate).parameters
 #: the name in the installed transformers, also of the field of outputs
 CACHE = next(name for name in CACHE_NAMES if name in _PARAMETERS)
+#: name of the list with the MTP layer in a text model that runs all of its ``layers``
+MTP = "mtp"
 
 
 def text_model(model):
@@ -43,6 +45,12 @@ def is_mtp(attention: nn.Module) -> bool:
     return getattr(attention, "is_mtp", False)
 
 
+def decoder_layers(text) -> list[nn.Module]:
+    """The decoder layers of a :func:`text_model`, behind them its MTP layer: among the others where
+    a forward runs the first ``num_hidden_layers``, else in a list of its own."""
+    return [*text.layers, *getattr(text, MTP, ())]
+
+
 def checkpoints(text) -> bool:
     """Whether transformers checkpoints the layers in a forward, without a cache, and then repeats
     them in the backward."""
@@ -63,7 +71,7 @@ def attentions_to_patch(text, upstream: type, paged: type) -> dict[int, nn.Modul
         TypeError: another attention, or one that the patch would not reach.
     """
     classes, found = (upstream, *paged.upstream_layers), {}
-    for i, layer in enumerate(text.layers):
+    for i, layer in enumerate(decoder_layers(text)):
         attention = attention_of(layer, lambda cls: issubclass(cls, classes))
         if attention is None:
             attention = layer.self_attn
@@ -100,7 +108,7 @@ def patched_attentions(text) -> dict[int, nn.Module]:
 
 def mtp_attention(text) -> nn.Module | None:
     """The attention of a :func:`text_model`'s MTP layer; None: it has no such layer."""
-    last = text.layers[-1]  # may be inside somebody's wrapper
+    last = decoder_layers(text)[-1]  # may be inside somebody's wrapper
     outermost = last._modules.get("self_attn", last)
     return next((x for x in outermost.modules() if is_mtp(x)), None)
 

@@ -41,17 +41,19 @@ def step_of(
     by_layer: dict[int, nn.Module],
     request: Request,
     loss: IndexerLoss | None = None,
+    mtp_loss: object | None = None,
 ) -> Step | None:
     """The step of a training forward; None: it runs the upstream path.
 
     Args:
         by_layer: the patched attentions.
         loss: of the indexers, if they have one.
+        mtp_loss: of the MTP layer, which runs on the ops alone.
     Raises:
         ValueError: ``training="ops"`` and an argument that the ops cannot honour.
         TypeError: ``training="ops"`` and a projection or indexer with additions that they bypass.
     """
-    option = model._custom_pypto.training
+    option = model._custom_pypto.training if mtp_loss is None else "ops"
     if option == "upstream":
         return None
     attentions = list(by_layer.values())
@@ -67,14 +69,15 @@ def step_of(
             raise
         problem = str(error)
     else:
-        problem = obstacle(model, by_layer, device, request)
+        problem = obstacle(option, by_layer, device, request)
     if problem and option == "auto":
         tell_once(model, problem)
         return None
     if problem:
+        other = 'training="auto"' if mtp_loss is None else "mtp_loss_coefficient=0"
         raise ValueError(
-            f'patched model: {problem}; call models.use_custom_pypto(model, training="auto") for '
-            "the upstream path where the ops cannot run"
+            f"patched model: {problem}; call models.use_custom_pypto(model, {other}) for the "
+            "upstream path where the ops cannot run"
         )
     if model._custom_pypto.indexer_loss.kind and loss is None and torch.is_grad_enabled():
         raise ValueError(
@@ -88,7 +91,9 @@ def step_of(
         or upstream_is_cheaper(attentions, request.batch, request.tokens, model.dtype.itemsize)
     ):
         return None
-    return place(model, by_layer, device, request, loss)
+    step = place(model, by_layer, device, request, loss)
+    step.rows.mtp_loss = mtp_loss
+    return step
 
 
 def tell_once(model, problem: str) -> None:
@@ -99,8 +104,8 @@ def tell_once(model, problem: str) -> None:
         logger.warning("training on the upstream path: %s", problem)
 
 
-def obstacle(model, by_layer: dict, device: torch.device, request: Request) -> str | None:
-    """Why a training forward cannot run on the ops; None if it can."""
+def obstacle(option: str, by_layer: dict, device: torch.device, request: Request) -> str | None:
+    """Why a training forward with this ``option`` cannot run on the ops; None if it can."""
     attention = next(iter(by_layer.values()))
     if not (torch.compiler.is_compiling() or has_numbers(torch.empty(0, device=device))):
         return "tensors must have numbers to train on the ops, got some on meta or fake ones"
@@ -122,7 +127,7 @@ def obstacle(model, by_layer: dict, device: torch.device, request: Request) -> s
     if attention.counting.positions:
         shape = request.batch, request.tokens
         real = torch.ones(shape, dtype=torch.bool) if request.mask is None else request.mask.bool()
-        if model._custom_pypto.training == "auto" and not real[:, 0].all():
+        if option == "auto" and not real[:, 0].all():
             return (
                 "attention_mask must have no padding on the left, which upstream counts as tokens"
             )

@@ -38,6 +38,9 @@ class TrainingRows:
         learning: layers with an indexer.
     """
 
+    #: mtp.loss.MtpLoss of the forward, if it has one
+    mtp_loss = None
+
     def __init__(
         self,
         text,
@@ -76,7 +79,7 @@ class TrainingRows:
     def layer_of(self, attention) -> "CallLayer":
         """The rows of a call of this layer."""
         number, loss = attention.layer_idx, None
-        if self.loss is not None:
+        if self.loss is not None and not attention.is_mtp:
             parts, ranks = self.parts, attention.ranks
             if ranks is not None:  # each takes some
                 size = min(self.size, -(-self.ends[-1] // ranks.size()))
@@ -88,11 +91,11 @@ class TrainingRows:
             self.shared.setdefault(number, layer)
         return layer
 
-    def finish(self, step: Step, last_hidden_state: Tensor) -> None:
+    def finish(self, step: Step, states: Tensor) -> None:
         """The loss of the indexers, after every layer has added to it. Nothing counts as cached: no
         later forward continues, and layers that run again start at the first token."""
         if self.loss is not None:
-            self.loss.report(last_hidden_state, self.real, self.learning)
+            self.loss.report(states, self.real, self.learning)
 
     @torch.compiler.disable(reason="the graph of a layer keeps the latents to which it attends")
     def hold(self, layer: "CallLayer", output: Tensor) -> None:
@@ -120,10 +123,11 @@ class CallLayer(PagedLayer):
 
     def __init__(self, rows: TrainingRows, attention, loss: LayerLoss | None):
         (batch, tokens), number = rows.real.shape, attention.layer_idx
+        config = attention.config if attention.is_mtp else rows.config  # that has its entries
         plain = {"latent", "rope"} if attention.counting.groups else {"latent", "rope", "index"}
         own: dict[str, Row | None] = {
             name: row._replace(layout=row.layout.for_whole(tokens))
-            for name, row in attention.rows(rows.config, rows.dtype).items()
+            for name, row in attention.rows(config, rows.dtype).items()
             if row is not None and name not in plain
         }
         pools, layouts = allocated(own, batch, tokens, rows.block_size, rows.device)

@@ -57,6 +57,8 @@ NAMES_ON_DISK = {
         "gate_proj": "w1",
         "down_proj": "w2",
         "up_proj": "w3",
+        "mtp.0.hc_head.hc_": "mtp.0.hc_head_",
+        "mtp.0.kv_norm": "mtp.0.norm",
     },
 }
 # the same of a layer for multi-token prediction

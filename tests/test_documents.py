@@ -92,7 +92,7 @@ def test_the_blocks_of_a_page_run_from_top_to_bottom(page, monkeypatch):
     for block in blocks:
         exec(compile(block, page, "exec"), names)
     indexers = [p.grad for n, p in names["adapted"].named_parameters() if ".wk.lora_B" in n]
-    assert len(blocks) == 4 and all(grad.any() for grad in indexers) and indexers
+    assert len(blocks) == 5 and all(grad.any() for grad in indexers) and indexers
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])

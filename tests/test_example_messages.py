@@ -163,6 +163,7 @@ WRITERS = {
     "train_lookup_v4.py": ("--output", "x"),
     "train_lookup_hops.py": ("--output", "x"),
     "train_lookup_mtp.py": ("--output", "x"),
+    "train_lookup_v4_mtp.py": ("--output", "x"),
     "train_on_ranks.py": ("--save", "x"),
     "compile_torchair.py": ("--cache", "x"),
     "export_graph.py": ("--folder", "x"),
@@ -194,7 +195,7 @@ def test_a_plot_that_cannot_be_drawn_is_named_before_the_work(run, tmp_path):
 
 @pytest.mark.parametrize(
     "script",
-    ["train_lookup.py", "train_lookup_v4.py", "train_lookup_hops.py", "train_lookup_mtp.py"],
+    [name for name in WRITERS if name.startswith("train_lookup")],
 )
 def test_a_training_leaves_the_files_of_the_repository(script, run):
     said = re.sub(r"\s+", " ", run(script, "--help")[1])

@@ -25,6 +25,7 @@ from transformers.integrations import finegrained_fp8
 from transformers.utils.logging import set_tqdm_hook
 
 from custom_pypto import models
+from custom_pypto.models.mtp.layer import mtp_layer
 
 
 @pytest.mark.parametrize("kv_lora_rank", [128, 192, 512])
@@ -98,11 +99,12 @@ def test_the_mtp_layer_loads_in_every_format_and_is_saved(kind, weights, tmp_pat
     model, without = (models.load(path, mtp=it, weights=weights) for it in (True, False))
     if weights is None:
         assert_equal_to_the_bit(model, path)
-    layer = model.model.layers[3]
-    experts = "mlp.gate_proj" if kind == "dots3_note" else "mlp.experts"
+    layer = mtp_layer(model.model)
     kinds = {name: module.kind for name, module in layer.named_modules() if hasattr(module, "kind")}
     assert len(without.model.layers) == 3 and (weights is None) == (not kinds)
-    assert weights is None or {experts, "eh_proj", "self_attn.o_proj"} <= kinds.keys()
+    own = {"e_proj", "self_attn.o_b_proj"} if kind == V4 else {"eh_proj", "self_attn.o_proj"}
+    own |= {"mlp.gate_proj" if kind == "dots3_note" else "mlp.experts"}
+    assert weights is None or own <= kinds.keys()
     ids = token_ids(1, 40)
     got = model.generate(ids, max_new_tokens=6, use_mtp=True)
     assert torch.equal(got, without.generate(ids, max_new_tokens=6))  # nothing accepted, by chance
@@ -164,7 +166,8 @@ def test_a_checkpoint_without_the_mtp_layer_is_named(tmp_path):
         models.load(path, mtp=True)
     models.load(path)
     path = published(tmp_path / "v4", V4)
-    with pytest.raises(ValueError, match="mtp must be False for a DeepseekV4ForCausalLM, got True"):
+    edit_tensor(path, "mtp.0.hc_head_fn$", lambda _: None, listed=False)
+    with pytest.raises(ValueError, match="lacks model.mtp.0.hc_head.hc_fn"):
         models.load(path, mtp=True)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from mtp_harness import tokens_one_earlier, without_the_prompt
 
 from custom_pypto import models
-from custom_pypto.models import generation
 from custom_pypto.models.mtp import layer as mtp
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -49,25 +49,6 @@ def test_the_model_is_that_of_the_lookup_checkpoint():
 def hidden_first(monkeypatch):
     joined = mtp.joined
     monkeypatch.setattr(mtp, "joined", lambda layer, x, h: joined(layer, h, x))
-
-
-def tokens_one_earlier(monkeypatch):
-    draft = mtp.Drafting.draft
-    monkeypatch.setattr(
-        mtp.Drafting,
-        "draft",
-        lambda self, ends, *rest: draft(self, [x.roll(1) for x in ends], *rest),
-    )
-
-
-def without_the_prompt(monkeypatch):
-    def follow(text, kwargs, step, hidden):
-        if step.rows.drafting is not None:
-            mtp.follow(text, kwargs, step, hidden)
-        for pool in step.rows.store.layers[-1].pools.values():
-            pool.nan_to_num_()
-
-    monkeypatch.setattr(generation, "follow", follow)
 
 
 def without_an_indexer(monkeypatch):

@@ -30,7 +30,7 @@ class Stored(Conversion):
         super().__init__(source, options)
         mtp = layers is None and has_mtp(*supported_model("SOURCE", source.folder))
         if mtp:  # the config of a saved model says so even if the layer was not loaded
-            mtp = bool(stored_tensors(source, lambda name: name.endswith("eh_proj.weight"), {}))
+            mtp = bool(stored_tensors(source, lambda name: name.endswith(".enorm.weight"), {}))
         asked = Request.of("auto", layers, None, False, False, kind, None, mtp)
         self.plan = plan_for(source, asked)
         if not self.plan.kinds:

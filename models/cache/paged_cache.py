@@ -128,7 +128,8 @@ class PagedCache(Cache):
         super().__init__(layers=self.store.layers)
         self.sequences = Sequences(batch_size, self.store.spare, device)
         if len(rows) > text.config.num_hidden_layers:
-            size = batch_size, text.config.hidden_size
+            streams = [text.config.hc_mult] if mtp.mtp.streams else []
+            size = batch_size, *streams, text.config.hidden_size
             self.sequences.hidden = torch.zeros(size, dtype=text.dtype, device=device)
             torch._dynamo.mark_static_address(self.sequences.hidden)
         #: mtp.layer.Drafting while generate() drafts; else each forward feeds the MTP layer
@@ -193,14 +194,14 @@ class PagedCache(Cache):
         """The rows of this layer, as :class:`.step.Rows` has them."""
         return self.store.layers[attention.layer_idx]
 
-    def finish(self, step: Step, last_hidden_state: Tensor) -> None:
+    def finish(self, step: Step, states: Tensor) -> None:
         """Counts the new tokens as cached, after every layer has written them."""
         self.store.selection.indices = None
         self.sequences.commit(step.whole.lengths, step.whole.count())
         if (hidden := self.sequences.hidden) is not None:
             # a sequence may have padding alone in a forward
-            real = step.own.valid[:, -1:]
-            hidden.copy_(torch.where(real, last_hidden_state[:, -1], hidden))
+            real = step.own.valid[:, -1].view(-1, *[1] * (hidden.dim() - 1))
+            hidden.copy_(torch.where(real, states[:, -1], hidden))
 
     def check_batch(self, batch_size: int) -> None:
         if batch_size != self.batch_size:

@@ -64,8 +64,8 @@ class Sequences:
         self.padding = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
         #: whether they have changed places since the cache was empty, as in beam search
         self.exchanged = False
-        #: ``[B, hidden size]`` the hidden state of each last token, for an MTP layer; None: there
-        #: is no such layer. Zeros: not known, after :meth:`crop`.
+        #: ``[B, ..]`` the state of each last token that an MTP layer takes; None: there is no such
+        #: layer. Zeros: not known, after :meth:`crop`.
         self.hidden: Tensor | None = None
         for tensor in (self.lengths, self.seen, self.written):
             torch._dynamo.mark_static_address(tensor)

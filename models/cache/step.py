@@ -16,8 +16,13 @@ class Rows(Protocol):
     def layer_of(self, attention: nn.Module) -> PagedLayer:
         """The rows of a call of this layer."""
 
-    def finish(self, step: "Step", last_hidden_state: Tensor) -> None:
-        """After every layer has run."""
+    def finish(self, step: "Step", states: Tensor) -> None:
+        """After every layer has run.
+
+        Args:
+            states: of the tokens, ``[B, S, ..]``: those that an MTP layer takes, or the last hidden
+                states.
+        """
 
 
 class Step(NamedTuple):

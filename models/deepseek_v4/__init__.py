@@ -27,6 +27,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 from custom_pypto import layer_ops
 from custom_pypto.rows.parts import write
 
+from ..attention import Mtp
 from ..cache import Tokens
 from ..cache.layout import Pool, RowLayout
 from ..cache.store import PagedLayer
@@ -112,6 +113,11 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
         "state": Pool("head_dim", where=OF_HEAVY, vectors=2, layout=state),
     }
     rope = staticmethod(rotate)
+    mtp = Mtp(
+        types={"layer_types": "sliding_attention", "mlp_layer_types": "moe"},
+        names={r"mtp\.0\.hc_head_": "mtp.0.hc_head.hc_"},
+        streams=True,
+    )
 
     slice_tokens = property(lambda self: SLICE)
 
@@ -129,6 +135,10 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
     @property
     def indexer(self) -> DeepseekV4Indexer | None:
         return self.compressor.indexer if self.layer_type == SPARSE else None
+
+    def rotations(self, text, x: Tensor, position_ids: Tensor):
+        kind = self.rope_layer_type
+        return {kind: text.rotary_emb(x, position_ids=position_ids, layer_type=kind)}
 
     def angles(self, position_embeddings: dict[str, tuple[Tensor, Tensor]]):
         return position_embeddings[self.rope_layer_type]

@@ -159,6 +159,7 @@ class Decoding:
         # a sequence ahead leaves the others room for their drafts
         most = -1 if go_together(text, cache) else last - self.drafts
         leads = Leads(len(ids), ids.size(1) - 1, most, counts)
+        leads.pads = chooser.pads_of_ended()
         with Drafting(model, text, cache) as drafting:
             while chooser.goes_on:
                 begin = time.perf_counter()
@@ -181,6 +182,7 @@ class Decoding:
                     unfinished = chooser.unfinished.tolist()
                     ids, chosen = chooser.choose(ids, leads.next())
                     leads.chose(chosen, ids.size(1), unfinished)
+                leads.pads = chooser.pads_of_ended()
                 leads.settle(ids.size(1), not chooser.goes_on)
                 drafting.keep(leads.take_removed())
                 tokens = ids.size(1) - before
@@ -264,6 +266,13 @@ class Chooser:
         else:
             tokens = scores.argmax(-1)
         return self.padded(tokens[:, None]).squeeze(1)
+
+    def pads_of_ended(self) -> list[int | None]:
+        """The token that pads each sequence that has ended; None: it goes on."""
+        if not self.pads:
+            return [None] * len(self.unfinished)
+        pad = int(self.config._pad_token_tensor)
+        return [None if goes_on else pad for goes_on in self.unfinished.tolist()]
 
     def padded(self, tokens: Tensor) -> Tensor:
         """``tokens [B, n]``, but padding for sequences that have ended."""

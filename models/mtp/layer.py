@@ -9,6 +9,11 @@ norm, both embedded in one row::
     p(x_{j+1}) = softmax(head(g_j))
 
 Of further drafts ``g`` stands in place of ``h``. Embedding and head are the model's.
+DeepSeek-V4 has streams ``X``, which a head joins, in place of ``h``, and a window in ``layer``::
+
+    U_j = e_proj(enorm(embedding(x_j))) + h_proj(hnorm(X_{j-1}))       added to each stream
+    G_j = layer(U_1 .. U_j)
+    p(x_{j+1}) = softmax(head(norm(hc_head(G_j))))
 
 Shapes: B batch, S new tokens, H hidden size.
 """
@@ -21,8 +26,9 @@ from ..architectures import ARCHITECTURES, attention_class
 from ..attention import Mtp
 from ..cache import PagedCache, Step, Tokens
 from ..cache.store import slots
-from ..patched import CACHE, mtp_attention, text_model
+from ..patched import CACHE, MTP, decoder_layers, mtp_attention, text_model
 from .leads import MOST
+from .parts import Parts, StreamParts, logits_of, parts_of
 from .plain import PlainLayer
 
 #: key of config.json with the number of such layers
@@ -99,11 +105,12 @@ def with_mtp(model_class: type) -> type:
 def add_mtp(model) -> nn.Module:
     """Gives ``model``, which must not be patched yet, an MTP layer with random weights; the layer.
 
-    It is behind the decoder layers, which transformers runs up to ``num_hidden_layers``.
+    It is behind the decoder layers, which transformers runs up to ``num_hidden_layers``; of
+    DeepSeek-V4, which runs all, beside them.
     """
     text, mtp = text_model(model), attention_class(type(model).__name__).mtp
-    config, norm, number = config_of(text.config, mtp), text.norm, len(text.layers)
-    layer = type(text.layers[-1])(config, number)
+    config, last = config_of(text.config, mtp), text.layers[-1]
+    layer = type(last)(config, len(text.layers))
     if mtp.plain:
         layer = PlainLayer(layer)
     if mtp.embeds:
@@ -111,27 +118,31 @@ def add_mtp(model) -> nn.Module:
         layer.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, embedding.padding_idx
         )
-    for name in ("enorm", "hnorm"):
-        layer.add_module(name, type(norm)(config.hidden_size, config.rms_norm_eps))
-    layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-    layer.shared_head = nn.Module()
-    layer.shared_head.norm = type(norm)(config.hidden_size, config.rms_norm_eps)
+    (StreamParts if mtp.streams else Parts).add(layer, text)
     layer.self_attn.is_mtp = True
     for module in layer.mlp.modules():
         if hasattr(module, "config"):  # of the model, which says how experts compute
             module.config = text.config
     for module in layer.modules():
         text._init_weights(module)
-    layer.to(norm.weight.device, norm.weight.dtype)
+    like = text.get_input_embeddings().weight  # some norms are in float32
+    layer.to(like.device, like.dtype)
     layer.train(model.training)
-    text.layers.append(layer)
+    if mtp.streams:
+        setattr(text, MTP, nn.ModuleList([layer]))
+        for part in (text, model):
+            for plan in (part.tp_plan, part.ep_plan):  # how ranks share a layer
+                rules = [rule for rule in plan if "layers.*" in rule]
+                plan.update({x.replace("layers.*", f"{MTP}.*", 1): plan[x] for x in rules})
+    else:
+        text.layers.append(layer)
     setattr(text.config, LAYERS, 1)
     return layer
 
 
 def mtp_layer(text) -> nn.Module | None:
     """The MTP layer of a :func:`.patched.text_model`; None: it has none."""
-    return None if mtp_attention(text) is None else text.layers[-1]
+    return None if mtp_attention(text) is None else decoder_layers(text)[-1]
 
 
 def embedding_of(text) -> nn.Module:
@@ -165,11 +176,11 @@ class Drafting:
     def __init__(self, model, text, cache: PagedCache):
         self.model, self.text, self.cache = model, text, cache
         self.layer, self.embedding = mtp_layer(text), embedding_of(text)
-        #: ``[n, H]`` of each sequence, the hidden states of its last n tokens in the cache
+        #: ``[n, ..]`` of each sequence, the states of its last n tokens in the cache
         self.states = list(cache.sequences.hidden[:, None].clone())
         #: of these the last ones, whose next tokens the layer was not fed
         self.unfed = [1] * cache.batch_size
-        #: ``[B, S, H]`` those of the last forward, in the order of its tokens
+        #: ``[B, S, ..]`` those of the last forward, in the order of its tokens
         self.hidden: Tensor | None = None
 
     def __enter__(self) -> "Drafting":
@@ -216,11 +227,10 @@ class Drafting:
         shared = (FirstSelection(self.text),) if getattr(self.text.config, SHARE, False) else ()
         state = self.feed(*window, 1, shared)[:, -1:]
         self.unfed = [0] * len(ends)
-        head = self.model.get_output_embeddings()
-        dtype = getattr(head.weight, "dtype", state.dtype)  # of some architectures float32
+        hidden_of = parts_of(self.layer).hidden
         drafts, last = positions.new_empty(len(ends), 0), window[2][:, -1:]
         while True:
-            token = head(state.to(dtype)).argmax(-1)
+            token = logits_of(self.model, hidden_of(self.layer, state)).argmax(-1)
             drafts = torch.cat([drafts, token], 1)
             if (done := drafts.size(1)) == count:
                 return drafts
@@ -280,7 +290,7 @@ def follow(text, kwargs: dict, step: Step, hidden: Tensor) -> None:
 
     Args:
         kwargs: of the forward.
-        hidden: its result, ``[B, S, H]``.
+        hidden: its states, ``[B, S, ..]``.
     """
     cache = step.rows
     # a cache that ends with its forward has no drafts
@@ -293,7 +303,8 @@ def follow(text, kwargs: dict, step: Step, hidden: Tensor) -> None:
     if embeddings is None:
         embeddings = embedding_of(text)(kwargs["input_ids"])
     before = torch.cat([cache.sequences.hidden[:, None], hidden[:, :-1]], 1)
-    run(text, mtp_layer(text), cache, embeddings, before, step.own)
+    tokens = step.own._replace(position_ids=kwargs["position_ids"])
+    run(text, mtp_layer(text), cache, embeddings, before, tokens)
 
 
 def run(
@@ -312,14 +323,26 @@ def run(
         contexts: around this call of the layer.
     """
     embedded = joined(layer, embeddings, before)
-    step = step_of(cache, tokens)
-    positions = tokens.position_ids
+    step, positions = step_of(cache, tokens), tokens.position_ids
+    return called(text, layer, embedded, step, positions, cache, contexts)
+
+
+def called(
+    text,
+    layer: nn.Module,
+    embedded: Tensor,
+    step: Step,
+    positions: Tensor,
+    cache: PagedCache | None = None,
+    contexts: tuple[calls.Context, ...] = (),
+) -> Tensor:
+    """The states ``[B, S, ..]`` of what is :func:`joined`, at the rows of ``step``."""
     output = layer(
         embedded,
         attention_mask=step,
         position_embeddings=mtp_attention(text).rotations(text, embedded, positions),
         position_ids=positions,
-        use_cache=True,
+        use_cache=cache is not None,
         **{CACHE: cache, calls.NAME: calls.Around(contexts, step)},
     )
     return output_of(layer, output)
@@ -327,13 +350,12 @@ def run(
 
 def joined(layer: nn.Module, embeddings: Tensor, before: Tensor) -> Tensor:
     """``u`` ``[B, S, H]``, which the decoder layer takes."""
-    return layer.eh_proj(torch.cat([layer.enorm(embeddings), layer.hnorm(before)], -1))
+    return parts_of(layer).joined(layer, embeddings, before)
 
 
 def output_of(layer: nn.Module, output) -> Tensor:
-    """``g`` ``[B, S, H]`` from what the decoder layer returns: of some architectures indices,
-    too."""
-    return layer.shared_head.norm(output[0] if isinstance(output, tuple) else output)
+    """The states ``g`` ``[B, S, ..]`` from what the decoder layer returns."""
+    return parts_of(layer).state(layer, output)
 
 
 def step_of(cache: PagedCache, tokens: Tokens) -> Step:
@@ -347,5 +369,7 @@ def step_of(cache: PagedCache, tokens: Tokens) -> Step:
         valid=valid,
         positions=positions,
     )
-    layout, tables = cache.store.every_token, cache.store.tables
-    return Step(cache, cache.sequences, own, own, slots(tables[layout], layout, positions, valid))
+    new_slots, layout, tables = None, cache.store.every_token, cache.store.tables
+    if layout in tables:
+        new_slots = slots(tables[layout], layout, positions, valid)
+    return Step(cache, cache.sequences, own, own, new_slots)

@@ -34,15 +34,21 @@ class Leads:
         #: what the cache has in these columns, with the place of a draft in its step, from 0 on
         self.tokens: list[list[tuple[int, int | None]]] = [[] for _ in range(batch)]
         self.removed = [0] * batch
+        #: the token that pads sequences that have ended; None: of those that go on
+        self.pads: list[int | None] = [None] * batch
+
+    def guess(self, i: int, logits: Tensor) -> int:
+        """The next token of a sequence, as far as can be said before it is chosen."""
+        return int(logits.argmax()) if (pad := self.pads[i]) is None else pad
 
     def ends(self, ids: Tensor) -> list[Tensor]:
         """The text ``ids [B, n]`` of each sequence, and what follows it up to the token behind
-        those in the cache, which is the likeliest if it is not chosen."""
+        those in the cache, which is a guess if it is not chosen."""
         found = []
-        for text, tokens, logits in zip(ids, self.tokens, self.logits, strict=True):
+        for i, (text, tokens) in enumerate(zip(ids, self.tokens, strict=True)):
             ahead = [token for token, _ in tokens]
-            if logits:
-                ahead.append(int(logits[-1].argmax()))
+            if self.logits[i]:
+                ahead.append(self.guess(i, self.logits[i][-1]))
             found.append(torch.cat([text, text.new_tensor(ahead)]))
         return found
 
@@ -91,7 +97,7 @@ class Leads:
                 continue
             right = 0
             for (token, _), logits in zip(tokens, self.logits[i], strict=False):
-                if right == MOST or int(logits.argmax()) != token:
+                if right == MOST or self.guess(i, logits) != token:
                     break
                 right += 1
             right = min(right, self.most - chosen)

@@ -7,7 +7,7 @@ from torch import nn
 
 from custom_pypto.weight_formats import WEIGHT_FORMATS, WEIGHT_UNIT, rounded_formats
 
-from ..patched import text_model
+from ..patched import MTP, text_model
 from .modules import EXPERT_WEIGHTS, is_experts, is_grouped
 
 #: linear layers that stay plain: absorption reads the weight of the first; the others decide which
@@ -122,11 +122,12 @@ def layers_of(model):
     """Names and modules of experts and of linear layers that may have stored weights."""
     text = text_model(model)
     prefix = next(name for name, module in model.named_modules() if module is text)
-    for name, module in text.layers.named_modules():
+    layers = {"layers": text.layers} | ({MTP: text.mtp} if hasattr(text, MTP) else {})
+    for name, module in nn.ModuleDict(layers).named_modules():
         linear = type(module) is nn.Linear or is_grouped(module)
         linear &= name.rpartition(".")[2] not in NEVER_STORED
         if linear and module.in_features % WEIGHT_UNIT == 0:
-            yield f"{prefix}.layers.{name}", module
+            yield f"{prefix}.{name}", module
         elif hasattr(module, "_apply_gate") and is_experts(module):
             if all(module._parameters[one].size(-1) % WEIGHT_UNIT == 0 for one in EXPERT_WEIGHTS):
-                yield f"{prefix}.layers.{name}", module
+                yield f"{prefix}.{name}", module
