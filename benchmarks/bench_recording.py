@@ -46,7 +46,7 @@ SIZES = dict(
     initializer_range=0.02,
 )
 PREFIX, MORE, ANSWER = 2048, 64, 32  # tokens
-# by its name, tokens of a prompt behind the prefix and of its answer, and the first one of the record
+# by its name, tokens of a prompt behind the prefix and of its answer; the first one of the record
 REQUESTS = {
     "prompt": (0, 1, 0),
     "prompt behind a cached prefix": (MORE, 1, PREFIX),
