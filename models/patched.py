@@ -75,7 +75,7 @@ def attentions_to_patch(text, upstream: type, paged: type) -> dict[int, nn.Modul
         attention = attention_of(layer, lambda cls: issubclass(cls, classes))
         if attention is None:
             attention = layer.self_attn
-        if type(attention) in paged.upstream_layers:
+        if isinstance(attention, paged.upstream_layers):
             continue
         if upstream_class(attention) is not upstream or has_other_forward(attention):
             raise TypeError(

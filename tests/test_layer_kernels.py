@@ -117,7 +117,7 @@ def test_no_token_or_no_sequence_launches_nothing(dtype):
 
 def test_the_binary_of_a_class_serves_every_number_of_tokens():
     found = []
-    calls = [("hyper_connection", CONNECTION(torch.bfloat16, 1, n, 32, 2)) for n in (3, 7, 32)]
+    calls = [("hyper_connection", CONNECTION(torch.bfloat16, 1, n, 32, 2)) for n in (7, 20, 32)]
     calls += [("pool_groups", GROUPS(torch.bfloat16, n, n + 1, 4, 32, True)) for n in (1, 2, 3)]
     for op, x in calls:
         npu.implementations(lambda kernel, tensors: found.append(kernel))[op](**x)
