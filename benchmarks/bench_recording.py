@@ -3,8 +3,8 @@
 
 Two servers of one model answer the same requests in turn, one at a time: a prompt, prompts behind
 its prefix, which the prefix cache has by then, and answers; the record of these begins behind the
-prefix, whose own came with the first prompt. Each round has a new prefix. Both sides
-return token ids, and choose the same. Times are those of a client on loopback, with the reply.
+prefix, whose own came with the first prompt. Each round has a new prefix. Both sides return token
+ids, and choose the same. Times are those of a client on loopback, with the reply.
 
 A model of four layers with random weights, of which DeepSeek-V3.2 has ten times as many for each
 token and layer, but no larger record: there the record is a smaller part of the time.

@@ -218,9 +218,11 @@ def take(llm, request, start: int = 0) -> list[Chosen]:
     """What a finished ``request`` chose, one for each of its answers, from token ``start`` on.
 
     Raises:
+        ValueError: ``start`` is no number of tokens.
         KeyError: they were taken before, dropped for later ones, or never recorded, as of requests
             behind a cached prefix that has no record.
     """
+    _check_start("start", start)
     found = _joined(llm.collective_rpc("take_selections", args=(request.request_id, start)))
     if sorted(found) != list(range(len(request.outputs))):
         raise KeyError(
@@ -264,11 +266,14 @@ class Middleware:
             if not messages[-1].get("more_body"):
                 break
         asked = _asked(body)
-        if not _is_count(begin := asked.pop(START, 0)):
-            told = f"{START} must be a number of tokens from 0 on, got {begin!r}"
-            return await _refuse(send, f"custom_pypto_vllm: {told}", 400)
-        if begin:  # vLLM has no such field
+        begin = 0
+        if START in asked:  # vLLM has no such field
+            begin = asked.pop(START)
             messages = [{"type": "http.request", "body": json.dumps(asked).encode()}]
+        try:
+            _check_start(START, begin)
+        except ValueError as error:
+            return await _refuse(send, str(error), 400)
         if not asked.get("return_token_ids") or asked.get("stream"):
             return await self.app(scope, _replay(messages, receive), send)
 
@@ -316,8 +321,11 @@ def _asked(body: bytes) -> dict:
     return asked if isinstance(asked, dict) else {}
 
 
-def _is_count(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _check_start(name: str, value) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"custom_pypto_vllm: {name} must be a number of tokens from 0 on, got {value!r}"
+        )
 
 
 def _replay(messages: list, receive):

@@ -15,7 +15,7 @@ import pytest
 import test_engines
 import torch
 from checkpoints import INDEX_TOPK, save_tiny
-from custom_pypto_vllm.selections import WORKER
+from custom_pypto_vllm.selections import WORKER, take
 from engine import PROMPTS
 from test_engines import GLM, NEARLY_TIED, V32, NarrowestChoices, generate
 from test_server import SMALL, Serving
@@ -137,6 +137,12 @@ def test_a_reply_has_the_experts_of_each_choice():
 def arrays(choice: dict) -> list[np.ndarray]:
     fields = choice["indexer_topk"], choice["routed_experts"]
     return [np.load(io.BytesIO(base64.b64decode(field))) for field in fields]
+
+
+@pytest.mark.parametrize("start", [-1, 1.5, True, "1", None])
+def test_a_start_that_is_no_number_of_tokens_is_rejected_before_anything_is_taken(start):
+    with pytest.raises(ValueError, match="start must be a number of tokens from 0 on, got"):
+        take(None, None, start)
 
 
 @pytest.mark.matrix
