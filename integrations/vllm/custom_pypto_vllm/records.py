@@ -83,6 +83,14 @@ class Blocks:
                 self.kept.move_to_end(digest)
 
 
+def dtypes(positions: int, experts: int) -> tuple[torch.dtype, torch.dtype]:
+    """Of selections, -1 among them, and of experts: the smallest that hold so many."""
+    return (
+        torch.int16 if positions <= 2**15 else torch.int32,
+        torch.uint8 if experts <= 2**8 else torch.uint16,
+    )
+
+
 class Request:
     """What a request has chosen so far, by layer."""
 
@@ -96,13 +104,15 @@ class Recorder:
 
     Args:
         runner: the worker's model runner, whose batch names the requests of a step.
-        layers: that are recorded.
+        layers: that are recorded, and the dtype of their records.
         size: tokens in a block of the caches by whose metadata they are.
         most: requests that are kept; each new one beyond drops the oldest that is not running.
         blocks: the records of cached blocks; None: no block keeps what its tokens chose.
     """
 
-    def __init__(self, runner, layers: list[str], size: int, most: int, blocks: Blocks | None):
+    def __init__(
+        self, runner, layers: dict[str, torch.dtype], size: int, most: int, blocks: Blocks | None
+    ):
         self.runner, self.layers, self.size = runner, layers, size
         self.most, self.blocks = most, blocks
         self.requests: OrderedDict[str, Request] = OrderedDict()
@@ -123,7 +133,7 @@ class Recorder:
             if is_cached:
                 parts[:] = self._cached(layer, request.prefix, table, before)
             if _cut(parts, before):
-                parts.append((length, chosen[start:end].clone()))
+                parts.append((length, chosen[start:end].to(self.layers[layer], copy=True)))
             for block in full if self.blocks is not None else ():
                 rows = _between(parts, block * size, (block + 1) * size) if parts else None
                 self.blocks.put(request.prefix[: block + 1], layer, int(table[block]), rows)

@@ -12,15 +12,15 @@ has :class:`Middleware`::
 
 Both are of the prompt and of the answer without its last token, which no forward has seen. The
 record of a cached prefix is that of the request that computed it: it stays with the blocks of the
-cache while there is room (:mod:`.records`). Selections are int32 ``[tokens, indexer layers,
-index_topk]``; positions count from the first token of the request, best first, or all in their
-order for a token that sees no more; -1 behind the last; of DeepSeek-V4 they are numbers of
-compressed rows. Experts are ``[tokens, layers, k]`` in uint8, or uint16 if there are more than 256,
-of all layers, 0 of those without routed experts: vLLM's own format.
+cache while there is room (:mod:`.records`). Selections are ``[tokens, indexer layers, index_topk]``
+in int16, or int32 if ``max_model_len`` is above 32,768; positions count from the first token of the
+request, best first, or all in their order for a token that sees no more; -1 behind the last; of
+DeepSeek-V4 they are numbers of compressed rows. Experts are ``[tokens, layers, k]`` in uint8, or
+uint16 if there are more than 256, of all layers, 0 of those without routed experts: vLLM's own
+format.
 """
 
 import asyncio
-import base64
 import io
 import json
 import math
@@ -30,9 +30,10 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import pybase64  # vLLM has it, twice as fast as base64
 from torch import Tensor
 
-from .records import SPACE, Blocks, Recorded, Recorder, space
+from .records import SPACE, Blocks, Recorded, Recorder, dtypes, space
 
 WORKER = f"{__name__}.RecordingWorker"
 PATHS = "/v1/completions", "/v1/chat/completions"
@@ -85,9 +86,11 @@ class RecordingWorker:
         most = 4 * config.scheduler_config.max_num_seqs
         # a connector fills blocks with rows of tokens that no step here has computed
         keeps = config.cache_config.enable_prefix_caching and config.kv_transfer_config is None
+        model = config.model_config
+        positions, routed = dtypes(model.max_model_len, model.get_num_experts())
         self.recorder = Recorder(
             self.model_runner,
-            [*self.indexers, *self.routers],
+            dict.fromkeys(self.indexers, positions) | dict.fromkeys(self.routers, routed),
             size,
             most,
             Blocks(space()) if keeps else None,
@@ -101,16 +104,14 @@ class RecordingWorker:
     def take_selections(self, request: str, start: int) -> dict[int, dict[str, tuple]] | None:
         if (recorder := getattr(self, "recorder", None)) is None:
             return None
-        model = self.vllm_config.model_config
-        kind = np.uint8 if model.get_num_experts() <= 256 else np.uint16
+        layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         taken = {}
         for number, parts in recorder.take(request).items():
             indexers = dict(enumerate(parts[name] for name in self.indexers))
-            taken[number] = {"indexer_topk": _sent(indexers, len(indexers), np.int32, start)}
+            taken[number] = {"indexer_topk": _sent(indexers, len(indexers), start)}
             if self.routers:
                 experts = {_number(name): parts[name] for name in self.routers}
-                layers = model.get_total_num_hidden_layers()
-                taken[number]["routed_experts"] = _sent(experts, layers, kind, start)
+                taken[number]["routed_experts"] = _sent(experts, layers, start)
         return taken
 
 
@@ -138,27 +139,27 @@ def _capture(recorder: Recorder, layer: str, of_step: str, experts: Tensor) -> N
     steps = get_forward_context().attn_metadata
     if isinstance(steps, dict):  # else vLLM's profile run
         step = steps[of_step]
-        recorder.add(layer, step, experts[: step.num_actual_tokens].int())
+        recorder.add(layer, step, experts[: step.num_actual_tokens])
 
 
 def _number(layer: str) -> int:
     return int(re.search(r"layers\.(\d+)\.", layer)[1])
 
 
-def _sent(parts: dict[int, list[Recorded]], layers: int, kind: type, start: int) -> tuple:
+def _sent(parts: dict[int, list[Recorded]], layers: int, start: int) -> tuple:
     """An array ``[tokens from start on, layers, K]`` as vLLM's messages between processes carry it:
     shape, dtype, bytes. Rows are copied once, since a record has tens of megabytes."""
     (tokens,) = {recorded[-1][0] for recorded in parts.values()}
-    width = next(iter(parts.values()))[-1][1].size(1)
-    shape = max(tokens - start, 0), layers, width
-    data = bytearray(math.prod(shape) * np.dtype(kind).itemsize)
+    _, last = next(iter(parts.values()))[-1]
+    shape, kind = (max(tokens - start, 0), layers, last.size(1)), last.numpy().dtype
+    data = bytearray(math.prod(shape) * kind.itemsize)
     array = np.frombuffer(data, kind).reshape(shape)
     for layer, recorded in parts.items():
         for end, rows in recorded:
             if end > start:
                 first = max(end - len(rows), start)
                 array[first - start : end - start, layer] = rows[first - end :].numpy()
-    return shape, np.dtype(kind).str, data
+    return shape, kind.str, data
 
 
 def _encoded(array: np.ndarray) -> list[bytes]:
@@ -168,7 +169,7 @@ def _encoded(array: np.ndarray) -> list[bytes]:
     data = array.reshape(-1).view(np.uint8)
     header = file.getvalue()
     begun = -len(header) % 3  # base64 takes three bytes at a time
-    return [base64.b64encode(header + data[:begun].tobytes()), base64.b64encode(data[begun:])]
+    return [pybase64.b64encode(header + data[:begun].tobytes()), pybase64.b64encode(data[begun:])]
 
 
 def _joined(replies: list) -> dict[int, Chosen]:

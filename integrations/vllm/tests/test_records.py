@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save_tiny
-from custom_pypto_vllm.records import SPACE, Blocks, Recorder, space
+from custom_pypto_vllm.records import SPACE, Blocks, Recorder, dtypes, space
 from custom_pypto_vllm.selections import WORKER
 from test_engines import V32, generate, run
 
-LAYERS = ["layer 0", "layer 1"]
+LAYERS = dict.fromkeys(["layer 0", "layer 1"], torch.int16)
 SIZE, WIDTH = 4, 3  # tokens of a block, positions of a token
-OF_A_BLOCK = len(LAYERS) * SIZE * WIDTH * 4  # bytes
+OF_A_BLOCK = len(LAYERS) * SIZE * WIDTH * 2  # bytes
 
 
 def recorder_of(most=2**20):
@@ -35,7 +35,7 @@ def recorded(recorder, request, tokens, count, rows, numbers, adapter=0):
         block_table=torch.tensor([numbers]),
     )
     for number, layer in enumerate(LAYERS):
-        recorder.add(layer, step, rows + number)
+        recorder.add(layer, step, rows.int() + number)
     found = [
         torch.cat([x for _, x in of] or [rows[:0]])
         for of in recorder.requests[request].parts.values()
@@ -44,7 +44,7 @@ def recorded(recorder, request, tokens, count, rows, numbers, adapter=0):
     return found[0] if len(found[0]) else None
 
 
-ROWS = torch.arange(60, dtype=torch.int32).view(20, WIDTH)
+ROWS = torch.arange(60, dtype=torch.int16).view(20, WIDTH)
 
 
 def test_blocks_keep_the_record_of_the_tokens_that_they_have():
@@ -116,6 +116,19 @@ def test_beyond_the_limit_the_ends_of_the_prefixes_that_were_used_longest_ago_go
     )
     assert behind("klmn", [10, 9]) and not behind("klmnopqrstuvwxyzKLMNOPQR", [*range_of(6), 9])
     assert not behind("0123", [5, 9]) and recorder.blocks.bytes <= recorder.blocks.most
+
+
+@pytest.mark.parametrize(
+    "positions, experts, want",
+    [
+        (2**15, 2**8, (torch.int16, torch.uint8)),
+        (2**15 + 1, 2**8 + 1, (torch.int32, torch.uint16)),
+    ],
+)
+def test_a_record_holds_the_last_position_and_the_last_expert(positions, experts, want):
+    assert dtypes(positions, experts) == want
+    last = torch.tensor([positions, experts]) - 1
+    assert last.tolist() == [x.to(dtype).item() for x, dtype in zip(last, want, strict=True)]
 
 
 def range_of(count):

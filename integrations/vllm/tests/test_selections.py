@@ -29,7 +29,7 @@ MODELS = ROOT / ".venv" / "bin" / "python"  # transformers is too new for vLLM t
 def assert_selected(got: np.ndarray, indices: list, distance: Tensor, count: int, ratio) -> None:
     """``got [tokens, layers, count]`` has the rows of ``indices`` that each token sees."""
     tokens = len(got)
-    assert got.shape == (tokens, len(indices), count) and got.dtype == np.int32
+    assert got.shape == (tokens, len(indices), count) and got.dtype == np.int16
     for layer, of_layer in enumerate(indices):
         for token in range(tokens):
             if distance[token] >= NEARLY_TIED:
@@ -104,7 +104,7 @@ def test_a_reply_has_the_selections_of_each_choice():
     for choice in choices:
         indices = np.load(io.BytesIO(base64.b64decode(choice["indexer_topk"])))
         tokens = len(choice["prompt_token_ids"]) + len(choice["token_ids"]) - 1
-        assert indices.shape == (tokens, 2, 16) and indices.dtype == np.int32
+        assert indices.shape == (tokens, 2, 16) and indices.dtype == np.int16
         assert (np.sort(indices[-1, 0]) == np.unique(indices[-1, 0])).all()
         assert indices.max() == tokens - 1 and (indices[0, :, 0] == 0).all()
 
