@@ -146,25 +146,25 @@ INLINE void add_units(const uint8_t* p, int64_t stride, const uint16_t* const (&
 }
 
 template <class Unit, int PARTS, int WEIGHTS, int ROWS>
-INLINE void dots_halves_tile(const Dots& call, int w, int i) {
+INLINE void dots_halves_tile(const Dots& call, int w, int apart, int i) {
   // rows of the weight that share x: sums must fit in registers; of one row of x, and with values
   // that need no unpacking, the CPU reads the weight slower then
   constexpr bool kShares = ROWS > 1 && Unit::kValues > kUnit;
   constexpr int kShared = !kShares ? 1 : ROWS > 2 && WEIGHTS > 2 ? 2 : WEIGHTS;
   const uint8_t* p = call.weight + w * call.stride;
+  const int64_t next_row = apart * call.stride;
   UnitScales<PARTS> scales[WEIGHTS];
   UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-    scales[k] = UnitScales<PARTS>(call, w + k, Unit::kValues);
+    scales[k] = UnitScales<PARTS>(call, w + k * apart, Unit::kValues);
   }
   const uint16_t* x[ROWS];
   UNROLL for (int r = 0; r < ROWS; ++r) x[r] = HalfRow(call, call.x[i + r]).values;
-  NextRows next(call, w, WEIGHTS);
+  NextRows<WEIGHTS> next(call, w, apart);
   Vec total[WEIGHTS][ROWS] = {};
   const auto step = [&](int64_t d) INLINED {
-    next.fetch<WEIGHTS * Unit::kBytes>();
+    next.template fetch<Unit::kBytes>();
     UNROLL for (int k = 0; k < WEIGHTS; k += kShared) {
-      add_units<Unit, PARTS, kShared>(p + k * call.stride, call.stride, x, d, scales + k,
-                                      total + k);
+      add_units<Unit, PARTS, kShared>(p + k * next_row, next_row, x, d, scales + k, total + k);
     }
     p += Unit::kBytes;
   };
@@ -181,17 +181,17 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
   }
 #pragma GCC unroll 1
   for (; d < call.depth; d += Unit::kValues) step(d);
-  finish_tile<HalfRow>(call, w, i, total, /*scaled=*/PARTS != 0);
+  finish_tile<HalfRow>(call, w, apart, i, total, /*scaled=*/PARTS != 0);
 }
 
 template <class Format, class Unit = HalfUnit<Format>>
 void dots_halves(const Dots& call) {
   each_strip<4>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
-    const auto tile = [&](auto weights, int w) INLINED {
+    const auto tile = [&](auto weights, int w, int apart) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
       with_parts<Format, Unit::kValues>(call, [&](auto parts) INLINED {
-        dots_halves_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
+        dots_halves_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, apart, i);
       });
     };
     if (ROWS == 1 && call.in_turn()) return each_tile_of_weight<1>(call, tile);

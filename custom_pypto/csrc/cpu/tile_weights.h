@@ -82,7 +82,9 @@ template <class Format, int AT, bool SCALED>
 class Unpacked {
  public:
   explicit Unpacked(const Dots& weight)
-      : weight_(weight), ahead_(weight.weight + weight.n * weight.stride) {}
+      : weight_(weight),
+        ahead_(weight.weight + weight.n * weight.stride),
+        apart_(weight.n * weight.stride / (64 * kStreams) * 64) {}
 
   // How many steps the values [begin, end) of `count` rows take.
   INLINE int start(int row, int count, int begin, int end, uint16_t* to) {
@@ -103,8 +105,9 @@ class Unpacked {
 
   INLINE void step(int count) {
     for (const int rest = std::max(steps_ - count, 0); steps_ > rest; --steps_) {
-      __builtin_prefetch(ahead_, 0, 2);
-      ahead_ += bytes(kStepValues);
+      const int stream = steps_ % kStreams;
+      __builtin_prefetch(ahead_ + stream * apart_, 0, 2);
+      if (stream == 0) ahead_ += bytes(kStepValues);
       const bool half = half_ && left_ == 1;  // 32 values end the row
       put(half);
       if (--left_ == 0) {
@@ -119,6 +122,7 @@ class Unpacked {
 
  private:
   static constexpr int kStepValues = 64, kTileOf32 = AT * kTileRows * 32;
+  static constexpr int kStreams = 4;  // the CPU reads ahead by the page, in several at once faster
   static constexpr int64_t bytes(int values) { return values / kUnit * Format::kBytes; }
 
   // 64 values of a row, or the last 32
@@ -157,7 +161,9 @@ class Unpacked {
   }
 
   const Dots& weight_;
-  const uint8_t *ahead_, *from_ = nullptr;  // ahead_: what is prefetched, in the order of memory
+  const uint8_t* ahead_;  // the next task, which is prefetched as streams side by side
+  int64_t apart_;         // the streams
+  const uint8_t* from_ = nullptr;
   uint16_t *to_ = nullptr, *tile_ = nullptr;
   int64_t skipped_ = 0;  // from row to row
   bool half_ = false;    // whether the last step of a row has 32 values

@@ -50,32 +50,44 @@ INLINE void each_strip(const Dots& call, const Strip& strip) {
   strips(std::integral_constant<int, 1>());
 }
 
-// Calls tile(rows, w) for rows of the weight, up to MOST at a time, which share what they read of
-// x: rows of x may not fit in the level-1 cache. A product must not depend on how many.
+// Calls tile(rows, w, apart) for the rows w, w + apart, ... of the weight, up to MOST at a time,
+// which share what they read of x: rows of x may not fit in the level-1 cache. Each is one of MOST
+// streams, which go on from call to call: the CPU reads ahead by the page, and rows side by side
+// share one. A product must not depend on how many.
 template <int MOST, typename Tile>
 INLINE void each_tile_of_weight(const Dots& call, const Tile& tile) {
-  int w = 0;
-  for (; w + MOST <= call.n; w += MOST) tile(std::integral_constant<int, MOST>(), w);
+  const int apart = call.n / MOST;
+  for (int w = 0; w < apart; ++w) tile(std::integral_constant<int, MOST>(), w, apart);
   if constexpr (MOST > 1) {
-    for (; w < call.n; ++w) tile(std::integral_constant<int, 1>(), w);
+    for (int w = apart * MOST; w < call.n; ++w) tile(std::integral_constant<int, 1>(), w, call.n);
   }
 }
 
-// Prefetches what follows some rows of the weight, in the order of memory, in which the CPU reads
-// ahead, too, into the level-2 cache: tiles read several rows at once.
+// Prefetches what follows the rows of a tile, of each stream in the order of memory, into the
+// level-2 cache.
+template <int STREAMS>
 class NextRows {
  public:
-  INLINE NextRows(const Dots& call, int w, int rows) : p_(call.weight + w * call.stride) {
-    p_ += rows == 1 || rows * call.stride < kAhead ? kAhead : rows * call.stride;
+  INLINE NextRows(const Dots& call, int w, int apart)
+      : p_(call.weight + w * call.stride + kAhead), apart_(apart * call.stride) {
+    if constexpr (STREAMS > 1) {
+      const int64_t stride = call.stride ? call.stride : 1;  // 0 of an expanded weight
+      const int rows = static_cast<int>((kAhead / STREAMS + stride - 1) / stride);
+      p_ = call.weight + (w + rows) * call.stride;
+      if (w + rows >= apart) p_ += (STREAMS - 1) * apart_;  // those of the next task
+    }
   }
   template <int BYTES>
   INLINE void fetch() {
-    UNROLL for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(p_ + i, 0, 2);
+    UNROLL for (int k = 0; k < STREAMS; ++k) {
+      UNROLL for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(p_ + k * apart_ + i, 0, 2);
+    }
     p_ += BYTES;
   }
 
  private:
   const uint8_t* p_;
+  int64_t apart_;
 };
 
 // what groups with an offset add to a product
@@ -92,14 +104,14 @@ INLINE float offset_of(const Dots& call, int w, const float* sums) {
 // Writes the products of a tile. Row: of x, for the sums of its groups; `scaled`: whether the sums
 // have met the scales, of which a row has one else.
 template <class Row, int WEIGHTS, int ROWS>
-INLINE void finish_tile(const Dots& call, int w, int i, const Vec (&total)[WEIGHTS][ROWS],
-                        bool scaled) {
-  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+INLINE void finish_tile(const Dots& call, int w, int apart, int i,
+                        const Vec (&total)[WEIGHTS][ROWS], bool scaled) {
+  UNROLL for (int k = 0; k < WEIGHTS; ++k, w += apart) {
     UNROLL for (int r = 0; r < ROWS; ++r) {
       float sum = sum_of(total[k][r]);
-      if (!scaled) sum *= call.scales[w + k];
-      if (call.offsets) sum += offset_of(call, w + k, Row(call, call.x[i + r]).sums);
-      call.out[i + r][w + k] = sum;
+      if (!scaled) sum *= call.scales[w];
+      if (call.offsets) sum += offset_of(call, w, Row(call, call.x[i + r]).sums);
+      call.out[i + r][w] = sum;
     }
   }
 }
@@ -156,15 +168,16 @@ void prepare_f32(const Dots& call, const float* x, void* to) {
 // compiler compute the address of each load from an int. GROUP: that of the call, if all groups
 // have this length; 0: any.
 template <class Unit, int GROUP, int WEIGHTS, int ROWS>
-INLINE void dots_tile(const Dots& call, int w, int i) {
+INLINE void dots_tile(const Dots& call, int w, int apart, int i) {
   constexpr int kVecs = Unit::kValues / kLanes;
   const float* x[ROWS];
   UNROLL for (int r = 0; r < ROWS; ++r) x[r] = FloatRow(call, call.x[i + r]).values;
   const uint8_t* p = call.weight + w * call.stride;
   const float* scale = call.scales + w * call.groups;
+  const int64_t next_row = apart * call.stride, next_scales = apart * call.groups;
   const int64_t group = GROUP ? GROUP : call.group;
   int64_t of_group = group;
-  NextRows next(call, w, WEIGHTS);
+  NextRows<WEIGHTS> next(call, w, apart);
   Vec total[WEIGHTS][ROWS] = {};
   for (int64_t d = 0; d < call.depth;) {
     int64_t count = GROUP;
@@ -176,12 +189,12 @@ INLINE void dots_tile(const Dots& call, int w, int i) {
     const int64_t stop = d + count;
     Vec acc[WEIGHTS][ROWS][kSums] = {};
     for (; d < stop; d += Unit::kValues, p += Unit::kBytes) {
-      next.fetch<WEIGHTS * Unit::kBytes>();
+      next.template fetch<Unit::kBytes>();
       UNROLL for (int v = 0; v < kVecs; ++v) {
         Vec values[WEIGHTS];
         UNROLL for (int k = 0; k < WEIGHTS; ++k) {
           Vec unit[kVecs];  // unpacked once: here, so that g++ 12 keeps few of them in registers
-          Unit::unpack(p + k * call.stride, unit);
+          Unit::unpack(p + k * next_row, unit);
           values[k] = unit[v];
         }
         UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -194,13 +207,13 @@ INLINE void dots_tile(const Dots& call, int w, int i) {
       UNROLL for (int r = 0; r < ROWS; ++r) {
         Vec sum = acc[k][r][0];
         UNROLL for (int s = 1; s < kSums; ++s) sum += acc[k][r][s];
-        total[k][r] += sum * broadcast(scale[k * call.groups]);
+        total[k][r] += sum * broadcast(scale[k * next_scales]);
       }
     }
     of_group -= count;
     if (of_group == 0) ++scale, of_group = group;
   }
-  finish_tile<FloatRow>(call, w, i, total, /*scaled=*/true);
+  finish_tile<FloatRow>(call, w, apart, i, total, /*scaled=*/true);
 }
 
 // OFTEN: what shapes that models have are compiled for; else for any, in less time and code.
@@ -210,10 +223,10 @@ void dots_f32(const Dots& call) {
   each_strip<OFTEN ? kMostRows : 1>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
     constexpr int kWeights = kProducts / ROWS < 4 ? kProducts / ROWS : 4;
-    each_tile_of_weight<kWeights>(call, [&](auto weights, int w) INLINED {
+    each_tile_of_weight<kWeights>(call, [&](auto weights, int w, int apart) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
-      even ? dots_tile<Unit, OFTEN ? kUsualGroup : 0, WEIGHTS, ROWS>(call, w, i)
-           : dots_tile<Unit, 0, WEIGHTS, ROWS>(call, w, i);
+      even ? dots_tile<Unit, OFTEN ? kUsualGroup : 0, WEIGHTS, ROWS>(call, w, apart, i)
+           : dots_tile<Unit, 0, WEIGHTS, ROWS>(call, w, apart, i);
     });
   });
 }

@@ -145,18 +145,21 @@ struct Int16Rows {
 };
 
 template <class Unit, int PARTS, int WEIGHTS, int ROWS>
-INLINE void dots_int16_tile(const Dots& call, int w, int i) {
+INLINE void dots_int16_tile(const Dots& call, int w, int apart, int i) {
   const uint8_t* p = call.weight + w * call.stride;
+  const int64_t next_row = apart * call.stride;
   UnitScales<PARTS> scales[WEIGHTS];
-  UNROLL for (int k = 0; k < WEIGHTS; ++k) scales[k] = UnitScales<PARTS>(call, w + k, kInt16Unit);
+  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+    scales[k] = UnitScales<PARTS>(call, w + k * apart, kInt16Unit);
+  }
   const Int16Rows<Unit, ROWS> x(call, i);
-  NextRows next(call, w, WEIGHTS);
+  NextRows<WEIGHTS> next(call, w, apart);
   Vec total[WEIGHTS][ROWS] = {};
   const int64_t units = call.depth / kInt16Unit;
   for (int64_t u = 0; u < units; ++u, p += Unit::kBytes) {
-    next.fetch<WEIGHTS * Unit::kBytes>();
+    next.template fetch<Unit::kBytes>();
     UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-      const Unit unit(p + k * call.stride);
+      const Unit unit(p + k * next_row);
       Vec scale = {};
       if constexpr (PARTS) scale = scales[k].next();
       UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -167,24 +170,25 @@ INLINE void dots_int16_tile(const Dots& call, int w, int i) {
       }
     }
   }
-  finish_tile<Int16Row<Unit>>(call, w, i, total, /*scaled=*/PARTS != 0);
+  finish_tile<Int16Row<Unit>>(call, w, apart, i, total, /*scaled=*/PARTS != 0);
 }
 
 // Of rows of a weight with one scale each, and UNITS of x with one scale.
 template <class Unit, int UNITS, int WEIGHTS, int ROWS>
-INLINE void dots_int16_rows(const Dots& call, int w, int i) {
+INLINE void dots_int16_rows(const Dots& call, int w, int apart, int i) {
   const uint8_t* p = call.weight + w * call.stride;
+  const int64_t next_row = apart * call.stride;
   const Int16Rows<Unit, ROWS> x(call, i);
-  NextRows next(call, w, WEIGHTS);
+  NextRows<WEIGHTS> next(call, w, apart);
   Vec total[WEIGHTS][ROWS] = {};
   const int64_t units = call.depth / kInt16Unit;
   for (int64_t u = 0, part = 0; u < units; ++part) {
     const int64_t end = units - u < UNITS ? units : u + UNITS;
     IntVec sums[WEIGHTS][ROWS] = {};
     for (; u < end; ++u, p += Unit::kBytes) {
-      next.fetch<WEIGHTS * Unit::kBytes>();
+      next.template fetch<Unit::kBytes>();
       UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-        const Unit unit(p + k * call.stride);
+        const Unit unit(p + k * next_row);
         UNROLL for (int r = 0; r < ROWS; ++r) {
           sums[k][r] += unit.products(x.units[r] + u * Unit::kBytesOfX);
         }
@@ -197,7 +201,7 @@ INLINE void dots_int16_rows(const Dots& call, int w, int i) {
       }
     }
   }
-  finish_tile<Int16Row<Unit>>(call, w, i, total, /*scaled=*/false);
+  finish_tile<Int16Row<Unit>>(call, w, apart, i, total, /*scaled=*/false);
 }
 
 template <class Format, class Unit>
@@ -206,8 +210,9 @@ void dots_int16(const Dots& call) {
   if constexpr (kUnits > 1) {
     // each load of x, which may not fit in the level-1 cache, for four rows of the weight
     each_strip<2>(call, [&](auto rows, int i) INLINED {
-      each_tile_of_weight<4>(call, [&](auto weights, int w) INLINED {
-        dots_int16_rows<Unit, kUnits, decltype(weights)::value, decltype(rows)::value>(call, w, i);
+      each_tile_of_weight<4>(call, [&](auto weights, int w, int apart) INLINED {
+        dots_int16_rows<Unit, kUnits, decltype(weights)::value, decltype(rows)::value>(call, w,
+                                                                                       apart, i);
       });
     });
   } else {
@@ -216,10 +221,10 @@ void dots_int16(const Dots& call) {
     each_strip<kMost>(call, [&](auto rows, int i) INLINED {
       constexpr int ROWS = decltype(rows)::value;
       constexpr int kWeights = kSums / ROWS < 8 ? kSums / ROWS : 8;
-      const auto tile = [&](auto weights, int w) INLINED {
+      const auto tile = [&](auto weights, int w, int apart) INLINED {
         constexpr int WEIGHTS = decltype(weights)::value;
         with_parts<Format, kInt16Unit>(call, [&](auto parts) INLINED {
-          dots_int16_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
+          dots_int16_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, apart, i);
         });
       };
       if (ROWS == 1 && call.in_turn()) return each_tile_of_weight<1>(call, tile);
