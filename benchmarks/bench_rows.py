@@ -1,6 +1,6 @@
-"""What drafts cost and give: a layer of DeepSeek-V3.2 with all of its 256 experts, for few tokens at
-once, those of one sequence, as where drafts are checked, and of one step of several sequences; and
-texts of the lookup checkpoints, whose drafts are those of trained MTP layers.
+"""What drafts cost and give. A layer of DeepSeek-V3.2 with all of its 256 experts, for few tokens
+at once: those of one sequence, as where drafts are checked, and of one step of several sequences.
+And texts of the lookup checkpoints, with the drafts of their trained MTP layers.
 
 The time of the bytes is that of the weights which the tokens need, at the rate of torch's sum in
 between; what they read of the caches is less than a hundredth of it. Experts are those of a router

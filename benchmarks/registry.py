@@ -84,8 +84,8 @@ BENCHMARKS = {
         "bench_rows",
         "texts of the lookup checkpoints with the drafts of their MTP layers, compared with none",
         dict(threads=1, repeats=5),
-        note="In float32, the same texts with each number of drafts. Accepted: of the drafts made at "
-        "a place of a step. Forwards, time and tokens: behind the first token. A third of the "
+        note="In float32, the same texts with each number of drafts. Accepted: of the drafts made "
+        "at a place of a step. Forwards, time and tokens: behind the first token. A third of the "
         "tokens are given questions, which no draft foresees. Small models: mostly Python's part. "
         "[Page](../docs/drafts.md).",
     ),

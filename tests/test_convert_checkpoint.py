@@ -105,7 +105,9 @@ def test_transformers_finds_the_weights_of_a_source_that_names_their_file(conver
     assert "transformers_weights" in json.loads((source / "config.json").read_text())
     convert(source, tmp_path, "--layers", 1)
     upstream = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert_same_tensors(upstream.state_dict(), models.load(source, num_hidden_layers=1).state_dict())
+    assert_same_tensors(
+        upstream.state_dict(), models.load(source, num_hidden_layers=1).state_dict()
+    )
 
 
 def test_the_first_layers_and_experts(source, convert, tmp_path):
