@@ -86,7 +86,7 @@ BENCHMARKS = {
         dict(threads=1, repeats=5),
         note="In float32, the same texts with each number of drafts. Accepted: of the drafts made "
         "at a place of a step. Forwards, time and tokens: behind the first token. A third of the "
-        "tokens are given questions, which no draft foresees. Small models: mostly Python's part. "
+        "tokens are given questions, which no draft foresees. A large model gains otherwise. "
         "[Page](../docs/drafts.md).",
     ),
     "training": Entry(
