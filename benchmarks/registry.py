@@ -80,6 +80,15 @@ BENCHMARKS = {
         "router with random weights. Drafts pay from that acceptance of the first one on, with an "
         "MTP layer as large as one of 61.",
     ),
+    "drafts": Entry(
+        "bench_rows",
+        "texts of the lookup checkpoints with the drafts of their MTP layers, compared with none",
+        dict(threads=1, repeats=5),
+        note="In float32, the same texts with each number of drafts. Accepted: of the drafts made "
+        "at a place of a step. Forwards, time and tokens: behind the first token. A third of the "
+        "tokens are given questions, which no draft foresees. A large model gains otherwise. "
+        "[Page](../docs/drafts.md).",
+    ),
     "training": Entry(
         "bench_training",
         "a training step of an attention layer, compared with upstream's",

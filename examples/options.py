@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from custom_pypto_command import end_as_commands_do
@@ -82,26 +82,32 @@ def check_folder(parser: argparse.ArgumentParser, option: str, folder: Path) -> 
 
 
 def parser_of(
-    doc: str | None, *, output: str, index_topk: int, tokens: int, **steps: int
+    doc: str | None,
+    *,
+    output: str,
+    tokens: int,
+    seed: int = 0,
+    parents: Sequence[argparse.ArgumentParser] = (),
+    **counts: int,
 ) -> argparse.ArgumentParser:
     """Of a program that trains a checkpoint into a folder, or only measures one.
 
     Args:
-        steps: of each stage, by the name of its option.
+        parents: with options of the program's own.
+        counts: defaults of further options, by their names, such as the steps of each stage.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=Help)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=Help, parents=parents)
     add = parser.add_argument
     to = parser.add_mutually_exclusive_group()
     to.add_argument("--output", type=Path, default=Path(output), help="folder of the checkpoint")
     to.add_argument(
         "--measure", type=Path, metavar="CHECKPOINT", help="only measure one that was trained"
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=seed)
     add("--threads", type=at_least(1), default=1, help="changes rounding, hence the weights")
-    add("--index-topk", type=at_least(1), default=index_topk)
-    add("--tokens", type=int, default=tokens, help="tokens per step")
-    for name, count in steps.items():
-        add(f"--{name.replace('_', '-')}", type=int, default=count)
+    add("--tokens", type=at_least(1), default=tokens, help="tokens per step")
+    for name, count in counts.items():
+        add(f"--{name.replace('_', '-')}", type=at_least(1), default=count)
     return parser
 
 

@@ -1,12 +1,12 @@
 """Random models with an MTP layer, some of whose drafts are right."""
 
+import pytest
 import torch
 from model_harness import prompt
 from published import V4
 from tiny import made, randomise, tiny_model, token_ids
 
 from custom_pypto import models
-from custom_pypto.models import generation
 from custom_pypto.models.architectures import ARCHITECTURES
 from custom_pypto.models.mtp import layer as mtp
 from custom_pypto.models.patched import decoder_layers, text_model
@@ -14,6 +14,11 @@ from custom_pypto.models.patched import decoder_layers, text_model
 MTP_KINDS = [it.folder for it in ARCHITECTURES.values() if it.mtp]
 # of whose sequences one may be ahead of another
 APART = [kind for kind in MTP_KINDS if kind not in ("glm5_next", V4)]
+# for what depends on no architecture: a run without ``--all`` tests it of one
+OF_ONE = [
+    pytest.param(kind, marks=() if kind == "glm_moe_dsa" else pytest.mark.slow)
+    for kind in MTP_KINDS
+]
 NEW = 24
 PADS = [0, 13]
 DICT = {"return_dict_in_generate": True}
@@ -113,25 +118,3 @@ def padded(seed=1):
 
 def alone(seed):
     return {"input_ids": token_ids(1, 40, seed)}
-
-
-# ---- pitfalls, which cost drafts ---------------------------------------------------------------
-
-
-def tokens_one_earlier(monkeypatch):
-    draft = mtp.Drafting.draft
-    monkeypatch.setattr(
-        mtp.Drafting,
-        "draft",
-        lambda self, ends, *rest: draft(self, [end.roll(1) for end in ends], *rest),
-    )
-
-
-def without_the_prompt(monkeypatch):
-    def follow(text, kwargs, step, states):
-        if step.rows.drafting is not None:
-            mtp.follow(text, kwargs, step, states)
-        for pool in step.rows.store.layers[-1].pools.values():
-            pool.nan_to_num_()
-
-    monkeypatch.setattr(generation, "follow", follow)

@@ -24,6 +24,7 @@ from repository import REPOSITORY
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny import representatives, tiny_config, token_ids
+from transformers import AutoModelForCausalLM
 
 from custom_pypto import models
 from custom_pypto.files import PARTIAL
@@ -97,6 +98,16 @@ def test_everything_is_converted_and_nothing_else_changes(source, convert, tmp_p
             assert all(index["weight_map"].pop(name) == file for name in tensors.keys())
         assert (tmp_path / file).stat().st_size < 310_000
     assert not index["weight_map"]
+
+
+def test_transformers_finds_the_weights_of_a_source_that_names_their_file(convert, tmp_path):
+    source = REPOSITORY / "examples/checkpoints/lookup"
+    assert "transformers_weights" in json.loads((source / "config.json").read_text())
+    convert(source, tmp_path, "--layers", 1)
+    upstream = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_tensors(
+        upstream.state_dict(), models.load(source, num_hidden_layers=1).state_dict()
+    )
 
 
 def test_the_first_layers_and_experts(source, convert, tmp_path):

@@ -68,9 +68,8 @@ def test_a_prompt_is_continued_with_quantized_weights(weights, run_example):
 
 
 def test_drafts_leave_the_text_and_are_counted(run_example):
-    options = ["--model", "examples/checkpoints/lookup_mtp", "--dtype", "float32"]
+    options = ["--dtype", "float32", "--temperature", "5", "--seed", "1", "--max-new-tokens", "40"]
     options += ["--prompt", "the old sailor otter=red slowly crossed a wide harbour , heron=green"]
-    options += ["--temperature", "5", "--seed", "1", "--max-new-tokens", "40"]
     (plain,), (drafted,) = (
         generate(run_example, *options, *more)["results"] for more in ([], ["--drafts", "2"])
     )

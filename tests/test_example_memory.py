@@ -47,10 +47,10 @@ def test_the_mtp_layer_counts_where_it_is_asked_for(kind, tmp_path):
 
 
 def test_an_mtp_layer_that_is_not_there_to_count_is_named():
-    lookup = f"{REPOSITORY}/examples/checkpoints/lookup_mtp"
-    error = printed(lookup, "--mtp", "--layers", "1", status=2).stderr
+    checkpoints = f"{REPOSITORY}/examples/checkpoints"
+    error = printed(f"{checkpoints}/lookup", "--mtp", "--layers", "1", status=2).stderr
     assert "--mtp is not for --layers" in error
-    error = printed(f"{REPOSITORY}/examples/checkpoints/lookup", "--mtp", status=1).stderr
+    error = printed(f"{checkpoints}/lookup_hops", "--mtp", status=1).stderr
     assert "mtp needs a config.json with num_nextn_predict_layers = 1" in error
 
 

@@ -163,7 +163,6 @@ WRITERS = {
     "train_lookup_v4.py": ("--output", "x"),
     "train_lookup_hops.py": ("--output", "x"),
     "train_lookup_mtp.py": ("--output", "x"),
-    "train_lookup_v4_mtp.py": ("--output", "x"),
     "train_on_ranks.py": ("--save", "x"),
     "compile_torchair.py": ("--cache", "x"),
     "export_graph.py": ("--folder", "x"),
@@ -200,6 +199,11 @@ def test_a_plot_that_cannot_be_drawn_is_named_before_the_work(run, tmp_path):
 def test_a_training_leaves_the_files_of_the_repository(script, run):
     said = re.sub(r"\s+", " ", run(script, "--help")[1])
     assert f"folder of the checkpoint (default: {script.removeprefix('train_')[:-3]})" in said
+
+
+def test_the_layer_that_drafts_of_each_checkpoint_has_a_folder_of_its_own(run):
+    said = re.sub(r"\s+", " ", run("train_lookup_mtp.py", "--checkpoint", "lookup_v4", "--help")[1])
+    assert "folder of the checkpoint (default: lookup_v4_mtp)" in said
 
 
 MESSAGES = {

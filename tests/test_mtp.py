@@ -13,6 +13,7 @@ from mtp_harness import (
     GREEDY,
     MTP_KINDS,
     NEW,
+    OF_ONE,
     alone,
     drafting_model,
     generated,
@@ -60,8 +61,17 @@ def test_drafts_do_not_change_the_text(kind, drafts, options):
     assert 0 < counts.share < 1
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("kind", MTP_KINDS)
+# of two sequences beside two, few seeds are clear
+PADDED = [
+    pytest.param(it, id=name, marks=pytest.mark.slow if "num_return_sequences" in it else ())
+    for name, it in OPTIONS.items()
+]
+# the last one's states are put back for all sequences at once
+OF_BATCHES = [*representatives(kind for kind in MTP_KINDS if kind != "glm5_next"), "glm5_next"]
+
+
+@pytest.mark.parametrize("options", PADDED)
+@pytest.mark.parametrize("kind", OF_BATCHES)
 def test_rows_of_a_padded_batch_that_accept_different_numbers_are_as_without(kind, options):
     got = without_and_with_drafts(drafting_model(kind), padded, **options)
     if "num_return_sequences" in options and kind not in APART:
@@ -75,7 +85,7 @@ def test_a_text_ends_at_every_place_of_a_step_as_without_drafts(kind):
     seed, want = clear_case(lambda seed: generated(model, alone(seed)))
     ids, begin = want[:, :40], 40
     options = {"use_mtp": True, "num_assistant_tokens": 3}
-    for length in range(1, 12):
+    for length in range(1, 9):  # two steps
         end = want[0, begin + length - 1].item()
         got = model.generate(ids, **GREEDY | {"max_new_tokens": length}, **options)
         assert torch.equal(got, want[:, : begin + length])
@@ -96,7 +106,7 @@ class EndsWith(StoppingCriteria):
         return ids[:, -1] == self.token
 
 
-@pytest.mark.parametrize("kind", MTP_KINDS)
+@pytest.mark.parametrize("kind", representatives(MTP_KINDS))
 def test_finished_rows_of_a_batch_are_padded_as_without_drafts(kind):
     model = drafting_model(kind)
     seed, want = clear_case(lambda seed: generated(model, padded(seed)))
@@ -158,7 +168,7 @@ class Streamed(BaseStreamer):
         self.ended = True
 
 
-@pytest.mark.parametrize("kind", representatives(MTP_KINDS))
+@pytest.mark.parametrize("kind", OF_ONE)
 def test_a_streamer_gets_the_tokens_of_the_text_and_no_others(kind):
     streamer = Streamed()
     got = without_and_with_drafts(drafting_model(kind), alone)
@@ -169,7 +179,7 @@ def test_a_streamer_gets_the_tokens_of_the_text_and_no_others(kind):
     assert torch.equal(torch.cat(tokens)[None], got.sequences[:, 40:])
 
 
-@pytest.mark.parametrize("kind", MTP_KINDS)
+@pytest.mark.parametrize("kind", representatives(MTP_KINDS))
 def test_scores_and_logits_are_those_of_the_text(kind):
     model = drafting_model(kind)
     options = {"output_scores": True, "output_logits": True, "repetition_penalty": 1.3}
@@ -238,7 +248,7 @@ def test_compiled_forwards_draft(kind):
     )
 
 
-@pytest.mark.parametrize("kind", representatives(MTP_KINDS))
+@pytest.mark.parametrize("kind", OF_ONE)
 def test_a_config_may_ask_for_drafts(kind):
     model = drafting_model(kind)
     config = GenerationConfig(use_mtp=True, num_assistant_tokens=2, **DICT, **GREEDY)

@@ -130,7 +130,7 @@ def test_rows_show_a_pitfall_that_leaves_the_text_as_it_is(pitfall, monkeypatch)
     assert not all(x <= 0.1 for x in distances_of_rows(model, got[CACHE], cache))
 
 
-@pytest.mark.parametrize("kind", MTP_KINDS)
+@pytest.mark.parametrize("kind", representatives(MTP_KINDS))
 def test_a_second_turn_drafts_with_what_the_first_left(kind, tmp_path):
     model = drafting_model(kind)
     options = {"use_mtp": True, "num_assistant_tokens": 3, **DICT}

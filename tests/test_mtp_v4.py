@@ -85,7 +85,7 @@ def assert_equal_to_the_bit(cache, other):
     assert all(torch.equal(*both) for both in zip(rows, wanted, strict=True))
 
 
-@pytest.mark.parametrize("drafts", [1, 4, 16])
+@pytest.mark.parametrize("drafts", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
 def test_rejected_drafts_leave_a_cache_as_if_it_had_never_seen_them(drafts):
     # a batch-invariant model: the rows of a token have the same bits however many come with it
     model = models.use_custom_pypto(drafting_model(V4), block_size=16, batch_invariant=True)

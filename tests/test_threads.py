@@ -56,7 +56,7 @@ def imports(name: str) -> list[str]:
     [
         *("generate", "needle", "replay_rollout"),
         *("train_lookup", "train_lookup_hops", "train_lookup_mtp", "train_lookup_v4"),
-        *("train_lookup_v4_mtp", "train_sparse"),
+        "train_sparse",
     ],
 )
 def test_an_example_that_computes_imports_the_package_before_torch(name):

@@ -72,7 +72,9 @@ class Plain(Conversion):
         self.reader = Reader(self.stored, self.blocks)
 
     def new_config(self, original):
-        config = {name: it for name, it in original.items() if name not in published.CONFIG}
+        # transformers' own name of a file of the source, which the target may not have
+        left_out = published.CONFIG | {"transformers_weights"}
+        config = {name: it for name, it in original.items() if name not in left_out}
         if self.blocks:
             config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
         if self.layers is not None:
