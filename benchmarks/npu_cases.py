@@ -279,13 +279,30 @@ def pooling(B: int, S: int, rate: int, floor: float | None = None) -> Case:
     return Case(name, op, f"{B},{S}", x, bytes, 0, floor)
 
 
+# ---- the steps that check drafts ----------------------------------------------------------------
+
+
+def steps(
+    make: Callable[..., Case], *sizes: int, floors: dict, sequences=(1, 4, 16), **more
+) -> list[partial]:
+    """Of so many sequences a step without drafts, and those that check 1, 2 and 3.
+
+    Args:
+        floors: of some of them, by (B, S1).
+    """
+    return [
+        partial(make, B, S1, *sizes, floor=floors.get((B, S1)), **more)
+        for B in sequences
+        for S1 in (1, 2, 3, 4)
+    ]
+
+
 # makers of the cases of each op
 CASES: dict[str, list[Callable[[], Case]]] = {
     "npu_sparse_flash_attention_pto": [
         # with the indices of parts of rows that the PyPTO of CANN 9.1 needs
         partial(attention, 1, 1, 4096, floor=30),
-        partial(attention, 4, 1, 8192, floor=40),
-        partial(attention, 4, 2, 8192, floor=49),
+        *steps(attention, 8192, floors={(4, 1): 40, (4, 2): 49}),
         partial(attention, 16, 1, 16384, floor=66),
         partial(attention, 1, 1, 131072),
         partial(attention, 4, 2, 8192, heads=64),
@@ -293,8 +310,11 @@ CASES: dict[str, list[Callable[[], Case]]] = {
         partial(attention, 1, 256, 8192, floor=515),
         # V4 at 8192 tokens: window, selected, and heavily compressed rows
         partial(attention_with_sinks, 64, 2, 128, count=128, floor=91),
-        partial(attention_with_sinks, 1, 1, 128 + 2048, count=128 + 512, floor=23.5),
-        partial(attention_with_sinks, 4, 1, 128 + 2048, count=128 + 512, floor=33),
+        *steps(
+            *(attention_with_sinks, 128 + 2048),
+            count=128 + 512,
+            floors={(1, 1): 23.5, (4, 1): 33},
+        ),
         partial(attention_with_sinks, 64, 2, 128 + 2048, count=128 + 512, floor=117),
         partial(attention_with_sinks, 64, 2, 128 + 64, count=128 + 64, floor=104),
     ],
@@ -319,9 +339,7 @@ CASES: dict[str, list[Callable[[], Case]]] = {
         partial(dense_loss, 256, 8192, floor=6280),
     ],
     "npu_lightning_indexer_pto": [
-        partial(indexer, 1, 1, 8192, floor=25),
-        partial(indexer, 4, 1, 8192),
-        partial(indexer, 4, 2, 8192, floor=42),
+        *steps(indexer, 8192, floors={(1, 1): 25, (4, 2): 42}),
         partial(indexer, 16, 1, 16384),
         partial(indexer, 1, 1, 65536, floor=85),
         partial(indexer, 1, 1, 131072, floor=135),
@@ -349,7 +367,7 @@ CASES: dict[str, list[Callable[[], Case]]] = {
         partial(int8_prolog, 64, floor=195),
     ],
     "npu_sparse_attention_pto": [
-        partial(fused, 4, 1, 8192, floor=170),
+        *steps(fused, 8192, sequences=(1, 4), floors={(4, 1): 170}),
     ],
     "hyper_connection": [
         # PyPTO's own program: 38.3, 43.0, 54.0 and 60.7 for the first four

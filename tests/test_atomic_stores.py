@@ -8,6 +8,7 @@ from cases.npu_kernels import scatter_kernel
 from with_pypto import simulation
 
 pytestmark = [pytest.mark.sim, needs_gcc]
+SLOW = pytest.mark.slow
 UNORDERED = r"race: task \d+ \(ADD .*, TSTORE\) adds to and task \d+ \(ADD .*sum's last bit is not"
 
 
@@ -36,7 +37,7 @@ def assert_sums(got: list[torch.Tensor], x: list[torch.Tensor]) -> None:
     [
         pytest.param([*range(31, 15, -1), *range(8, 24)], id="of-two-iterations"),
         # the store of a row is waited for before the next one
-        pytest.param([3] * 8 + [5] * 8, id="duplicates-of-a-task"),
+        pytest.param([3] * 8 + [5] * 8, marks=SLOW, id="duplicates-of-a-task"),
     ],
 )
 def test_sums_whose_order_the_graph_fixes_are_exact(index):
@@ -53,6 +54,7 @@ def test_a_sum_whose_order_the_graph_leaves_open_is_found():
     assert_sums(got, x)
 
 
+@SLOW
 def test_a_reader_waits_for_all_that_add_to_a_static_destination():
     """So the graph orders it without a barrier, too."""
     x = arguments([*range(16), *range(16)])
@@ -61,7 +63,7 @@ def test_a_reader_waits_for_all_that_add_to_a_static_destination():
     )
 
 
-@pytest.mark.parametrize("place", [-1, 32, pytest.param(INT_MAX, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", [-1, *(pytest.param(n, marks=SLOW) for n in (32, INT_MAX))])
 def test_a_missing_clamp_is_found(place):
     x = arguments([*range(15), place])
     with pytest.raises(simulation.SimulationError, match="TSTORE: adds to 256 bytes (at|in front)"):

@@ -1,5 +1,6 @@
-"""The decode step of patched models, compiled by torchair in its three modes, on the host simulator
-of CANN: one graph whatever the position, the answers of eager, and no copy of the cache."""
+"""The decode step of patched models, and the step that checks drafts, compiled by torchair in its
+three modes, on the host simulator of CANN: one graph whatever the position, the answers of eager,
+and no copy of the cache."""
 
 import functools
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from cases.npu_sparse_attention_pto import fused_inputs
 from ge_graphs import MODES, ONE_GRAPH, backend, watched
+from mtp_harness import upstream_drafting
 from npu_models import (
     BLOCK,
     CHECKPOINT,
@@ -25,6 +27,7 @@ from tiny import tiny_model, token_ids
 from transformers import CompileConfig, DeepseekV4ForCausalLM
 
 from custom_pypto import models, rows
+from custom_pypto.models.mtp import decoding
 
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
 
@@ -228,11 +231,59 @@ def test_padded_batch_through_experts_and_shared_indexers(mode):
     torch.testing.assert_close(logits, eager_glm()[0], rtol=0, atol=2**-6)
 
 
-@pytest.mark.parametrize("mode", FIRST_MODE)
-def test_generate_compiles_its_decode_step(mode):
+def compile_config(mode):
     compiled = CompileConfig(backend=backend(mode), fullgraph=True, dynamic=False, mode=None)
     compiled._compile_all_devices = True  # transformers compiles on its own list of devices only
+    return compiled
+
+
+@pytest.mark.parametrize("mode", FIRST_MODE)
+def test_generate_compiles_its_decode_step(mode):
     with watched() as seen:
-        tokens = generated(compile_config=compiled)
+        tokens = generated(compile_config=compile_config(mode))
     assert seen.counts() == ONE_GRAPH[mode]
     assert torch.equal(tokens, eager_glm()[1])
+
+
+# ---- drafts --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def drafting(right):
+    """A layer of DeepSeek-V3.2, and its MTP layer."""
+    sizes = dict(num_hidden_layers=1, index_head_dim=128, experts_implementation="batched_mm")
+    torch.manual_seed(0)
+    model = upstream_drafting(right=right, **sizes).to("npu", torch.bfloat16)
+    return models.use_custom_pypto(model, block_size=BLOCK)
+
+
+def drafted(model, ids, new_tokens, mask=None, **options):
+    """The text; of each step the tokens of a sequence, and those that the cache has of each."""
+    steps, inputs_of = [], decoding.inputs_of
+
+    def noted(model, kwargs, ids, cached, fed):
+        steps.append((fed.size(1), list(cached)))
+        return inputs_of(model, kwargs, ids, cached, fed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "inputs_of", noted)
+        options |= dict(attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+        text = model.generate(ids, use_mtp=True, num_assistant_tokens=3, **options)
+    return text, steps
+
+
+@pytest.mark.parametrize(
+    "mode", [MODES[2], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[:2])]
+)
+def test_sequences_ahead_by_drafts_keep_the_logits_of_a_compiled_step(mode):
+    """The next replay of a captured graph writes others in their place."""
+    model, ids = drafting(right=True), token_ids(2, 9, 1).npu()
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with watched() as seen:
+        text, steps = drafted(model, ids, 8, mask, compile_config=compile_config(mode))
+    sizes = [size for size, _ in steps]
+    assert any(len(set(cached)) > 1 for _, cached in steps) and sizes.count(4) > 1
+    assert seen.counts() == tuple(one * len(set(sizes)) for one in ONE_GRAPH[mode])
+    plain = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert torch.equal(text, plain)

@@ -64,7 +64,10 @@ def test_what_the_programs_do_not_support_is_rejected_with_the_remedy(message):
     assert not npu.runs(op, *UNSUPPORTED[message].values())
 
 
-@pytest.mark.parametrize("value", [INT_MIN, -1, 5, 10**6, INT_MAX])
+VALUES = [INT_MIN, *(pytest.param(n, marks=pytest.mark.slow) for n in (-1, 5, 10**6)), INT_MAX]
+
+
+@pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("name", ["blocks", "start", "lengths"])
 def test_no_block_and_no_length_leads_outside(name, value, both_ways):
     x = copied(POOLED)
@@ -124,16 +127,17 @@ def test_the_binary_of_a_class_serves_every_number_of_tokens():
     assert len(set(map(id, found))) == len(LAYER_KERNELS)
 
 
-def test_layers_of_deepseek_v4_run_the_programs():
+@pytest.mark.parametrize("tokens", [7, pytest.param(23, marks=pytest.mark.slow)])
+def test_layers_of_deepseek_v4_run_the_programs(tokens):
     """Where their limits allow; equal to the CPU's within rounding."""
     model = tiny_model("deepseek_v4", hc_mult=4, index_head_dim=128).bfloat16()
     model = models.use_custom_pypto(model)
-    ids = token_ids(1, 24)
+    ids = token_ids(1, tokens + 1)
 
     def logits():
         cache = models.PagedCache(model, 1, 64)
-        first = model(ids[:, :23], cache=cache).logits
-        return torch.cat([first, model(ids[:, 23:], cache=cache).logits], 1)
+        first = model(ids[:, :tokens], cache=cache).logits
+        return torch.cat([first, model(ids[:, tokens:], cache=cache).logits], 1)
 
     expected, names = logits(), []
     with simulation.on_cpu(), pytest.MonkeyPatch.context() as patch:

@@ -15,9 +15,9 @@ ROUNDS = 15
 
 
 def cases(op: str, quick: bool) -> list[npu_cases.Case]:
-    """Those of an op; with ``quick`` the one with the least work."""
+    """Those of an op; with ``quick`` the first, of one sequence."""
     found = npu_cases.cases(op)
-    return [min(found, key=lambda case: case.flop)] if quick else list(found)
+    return [next(found)] if quick else list(found)
 
 
 def check(case: npu_cases.Case, out) -> None:

@@ -12,7 +12,7 @@ from atlas.run import Result, lines
 
 SIMULATOR = """**Host simulator of CANN: this was no NPU.** CPU memory and CPU kernels computed all,
 PyPTO's interpreter the ops. Times say nothing. Shortened: one op in `again`, `ready` and `aclnn`,
-two in `times`, the smallest case of an op in `times`, a short prompt in `graph`."""
+two in `times`, the first case of an op in `times`, a short prompt in `graph`."""
 VERDICTS = 10  # lines of a log that begin with FAILED
 LAST = 15  # further lines, from its end
 

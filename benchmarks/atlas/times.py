@@ -53,7 +53,7 @@ def main() -> int:
     )
     parser.add_argument("op")
     parser.add_argument("--replay", action="store_true", help="in a captured graph")
-    parser.add_argument("--quick", action="store_true", help="the smallest case, two rounds")
+    parser.add_argument("--quick", action="store_true", help="the first case, two rounds")
     options = parser.parse_args()
     stored = of_folder(FOLDER)["npu", "pypto"]
     estimated, note = estimates(stored, installed_version("pypto"))

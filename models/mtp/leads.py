@@ -63,7 +63,8 @@ class Leads:
             places = [None, *range(len(new) - 1)]
             first = chosen - self.cached[i]  # the text may have the first already
             self.tokens[i] += list(zip(new, places, strict=True))[max(first, 0) :]
-            self.logits[i] += logits[i].unbind()
+            # the next replay of a captured graph writes its logits where these are
+            self.logits[i] += logits[i].clone().unbind()
             self.cached[i] += len(new)
 
     def ready(self) -> bool:

@@ -26,8 +26,10 @@ def _assign_add(ref, value, use_locking):
 
 
 def _gather(x, indices, axis, is_preprocessed, negative_index_support, batch_dims=0):
-    axis = axis.item() % x.dim()
-    rows = x.index_select(axis, indices.flatten().long())
+    axis, places = axis.item() % x.dim(), indices.flatten().long()
+    if negative_index_support:
+        places = torch.where(places < 0, places + x.size(axis), places)
+    rows = x.index_select(axis, places)
     return rows.reshape(x.shape[:axis] + indices.shape + x.shape[axis + 1 :])
 
 
