@@ -1,6 +1,6 @@
 """Memory that this process can still allocate, and large tensors in it."""
 
-import ctypes
+import contextlib
 import math
 import mmap
 import resource
@@ -12,6 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 from torch._subclasses.fake_tensor import is_fake
 
 CPU = torch.device("cpu")
+HUGE = 2**21  # bytes of a page
 # limit and use of memory of a control group, in Linux's version 2 and 1
 GROUP_FILES = [
     ("memory.max", "memory.current"),
@@ -83,25 +84,37 @@ def free_in_container(root: Path = Path("/")) -> int | float:
 
 
 def empty(shape, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
-    """An uninitialised tensor, for much that is read often: on Linux in pages of 2 MiB.
+    """An uninitialised tensor, for much that is read often: on Linux in pages of 2 MiB, from its
+    first byte on, but for what is left of the last one.
 
     Fewer pages mean fewer misses in the TLB, above all in a virtual machine.
 
     Raises:
         torch.OutOfMemoryError: of any allocator; torch's own on a CPU is a RuntimeError.
     """
+    if not is_plain(device) or (size := math.prod(shape) * dtype.itemsize) < HUGE:
+        return allocated(torch.empty, shape, dtype=dtype, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = allocated(mmap.mmap, -1, size + HUGE, flags=flags)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
+    with contextlib.suppress(OSError):  # of a kernel without such pages
+        memory.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE * HUGE)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+    return tensor.view(dtype).view(shape)
+
+
+def is_plain(device: torch.device) -> bool:
+    """Whether a tensor that is made now is one alone, in memory whose pages can be chosen."""
+    made = torch.empty((0,), device=device)
+    is_own = is_readable(made) and not is_functorch_wrapped_tensor(made)
+    return is_own and hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def allocated(make, *arguments, **keywords):
+    """What ``make`` allocates; that there is too little memory is a torch.OutOfMemoryError."""
     try:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-    except RuntimeError as error:
-        if not any(word in str(error) for word in ("allocate", "memory", "overflow")):
+        return make(*arguments, **keywords)
+    except (OSError, OverflowError, RuntimeError) as error:
+        if not any(word in str(error) for word in ("llocate", "memory", "overflow", "too large")):
             raise  # of another kind: torch has one class for all
         raise torch.OutOfMemoryError(str(error)) from error
-    has_memory = is_readable(tensor) and not is_functorch_wrapped_tensor(tensor)
-    if has_memory and hasattr(mmap, "MADV_HUGEPAGE"):
-        huge = 2**21
-        start = -(-tensor.data_ptr() // huge) * huge
-        size = (tensor.data_ptr() + tensor.nbytes - start) // huge * huge
-        if size > 0:  # advice: nothing depends on its result
-            libc = ctypes.CDLL(None)
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return tensor

@@ -272,6 +272,11 @@ def drafted(model, ids, new_tokens, mask=None, **options):
     return text, steps
 
 
+def assert_a_graph_of_each(sizes, mode, seen, calls=1):
+    ge, fx, captures = (one * len(set(sizes)) for one in ONE_GRAPH[mode])
+    assert seen.counts() == (ge, fx, calls * captures)
+
+
 @pytest.mark.parametrize(
     "mode", [MODES[2], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[:2])]
 )
@@ -284,6 +289,20 @@ def test_sequences_ahead_by_drafts_keep_the_logits_of_a_compiled_step(mode):
         text, steps = drafted(model, ids, 8, mask, compile_config=compile_config(mode))
     sizes = [size for size, _ in steps]
     assert any(len(set(cached)) > 1 for _, cached in steps) and sizes.count(4) > 1
-    assert seen.counts() == tuple(one * len(set(sizes)) for one in ONE_GRAPH[mode])
+    assert_a_graph_of_each(sizes, mode, seen)
     plain = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
     assert torch.equal(text, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_checks_drafts_is_a_graph_for_each_number_of_them(mode):
+    """Whatever the position: drafts of random layers are wrong, so that each step gives a token."""
+    model, compiled = drafting(right=False), compile_config(mode)
+    with watched() as seen:
+        for length in (8, 9):
+            ids = token_ids(1, length, 1).npu()
+            text, steps = drafted(model, ids, 6, compile_config=compiled)
+            assert [size for size, _ in steps] == [4, 4, 3, 2, 1]
+            assert torch.equal(text, model.generate(ids, max_new_tokens=6, do_sample=False))
+    assert_a_graph_of_each([1, 2, 3, 4], mode, seen, calls=2)

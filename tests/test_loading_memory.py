@@ -1,6 +1,7 @@
 """Loading takes the memory of the model and of one shard; a model that does not fit is rejected
 before anything is read."""
 
+import io
 import sys
 
 import psutil
@@ -9,9 +10,11 @@ import torch
 from processes import PAGES, in_a_process, peak_of
 from published import V4, published, save_sparse, shards_of, stored_v4, write_published
 from tiny import KINDS, YARN, tiny_config, token_ids
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV32Config
 
 from custom_pypto import models
+from custom_pypto.models.memory import HUGE, empty
 
 
 def peak_of_loading(small, large, weights=None):
@@ -204,3 +207,34 @@ def test_a_model_that_does_not_fit_names_the_formats_that_do(billions, weights, 
     path = of_experts(tmp_path, billions * psutil.virtual_memory().available / 1e9)
     with pytest.raises(MemoryError, match=f"[GT]B in {says}"):
         models.load(path, weights=weights)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of other systems are not chosen")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("more", [0, 3])
+def test_a_large_tensor_begins_with_a_large_page_and_has_no_memory_but_its_own(dtype, more):
+    shape = HUGE // dtype.itemsize + more, 2
+    tensor = empty(shape, dtype)
+    assert tensor.data_ptr() % HUGE == 0 and tensor.storage_offset() == 0
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    bits = tensor.view(torch.uint8).fill_(7)
+    assert (torch.load(io.BytesIO(saved(tensor))).view(torch.uint8) == bits).all()
+
+
+def saved(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("numbers", [2**44, 2**62])
+def test_too_little_memory_is_an_error_of_torch(numbers):
+    with pytest.raises(torch.OutOfMemoryError):
+        empty((numbers,), torch.float32)
+
+
+def test_a_tensor_of_no_memory_stays_one():
+    assert empty((2**30, 4), torch.int8, torch.device("meta")).device.type == "meta"
+    with FakeTensorMode():
+        assert is_fake(empty((2**30, 4), torch.int8))
