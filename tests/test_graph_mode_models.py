@@ -272,9 +272,11 @@ def drafted(model, ids, new_tokens, mask=None, **options):
     return text, steps
 
 
-def assert_a_graph_of_each(sizes, mode, seen, calls=1):
-    ge, fx, captures = (one * len(set(sizes)) for one in ONE_GRAPH[mode])
-    assert seen.counts() == (ge, fx, calls * captures)
+def assert_a_graph_of_each(calls, mode, seen):
+    """Of each number of tokens in the steps of some calls; captured for the cache of each call."""
+    ge, fx, captures = ONE_GRAPH[mode]
+    sizes, of_each = set().union(*calls), sum(len(set(call)) for call in calls)
+    assert seen.counts() == (ge * len(sizes), fx * len(sizes), captures * of_each)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +291,7 @@ def test_sequences_ahead_by_drafts_keep_the_logits_of_a_compiled_step(mode):
         text, steps = drafted(model, ids, 8, mask, compile_config=compile_config(mode))
     sizes = [size for size, _ in steps]
     assert any(len(set(cached)) > 1 for _, cached in steps) and sizes.count(4) > 1
-    assert_a_graph_of_each(sizes, mode, seen)
+    assert_a_graph_of_each([sizes], mode, seen)
     plain = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
     assert torch.equal(text, plain)
 
@@ -297,12 +299,16 @@ def test_sequences_ahead_by_drafts_keep_the_logits_of_a_compiled_step(mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_checks_drafts_is_a_graph_for_each_number_of_them(mode):
-    """Whatever the position: drafts of random layers are wrong, so that each step gives a token."""
+    """Whatever the position: drafts of random layers are wrong, most of them, so that a step gives
+    a token or two."""
     model, compiled = drafting(right=False), compile_config(mode)
+    calls = []
     with watched() as seen:
         for length in (8, 9):
             ids = token_ids(1, length, 1).npu()
             text, steps = drafted(model, ids, 6, compile_config=compiled)
-            assert [size for size, _ in steps] == [4, 4, 3, 2, 1]
+            calls.append([size for size, _ in steps])
             assert torch.equal(text, model.generate(ids, max_new_tokens=6, do_sample=False))
-    assert_a_graph_of_each([1, 2, 3, 4], mode, seen, calls=2)
+    assert set().union(*calls) == {1, 2, 3, 4}
+    assert all(sizes.count(4) > 1 for sizes in calls)
+    assert_a_graph_of_each(calls, mode, seen)
