@@ -91,7 +91,8 @@ class Sequence:
                 behind = (place + before).min(r - 1)
                 yield Run(self.a.state, self.block, half, behind, count - before)
             # tokens that the length counts and nobody passed are none
-            new = begin.max(self.start).max(self.length - self.tokens)
+            # times 1: the PyPTO of CANN 9.2 takes ``x - max(x, y, z)`` for ``x - max(x, y)``
+            new = (begin.max(self.start) * (self.tokens > 0)).max(self.length - self.tokens)
             column = (self.tokens - self.length + new).max(0).min(self.tokens - 1)
             place, count = (new - low).max(0).min(r - 1), (low + r - new).max(0)
             yield Run(self.a.values, self.b * self.tokens + column, half, place, count)

@@ -78,6 +78,10 @@ template <DivAlgorithm Algorithm, class Dst, class A, class B>
 void TROWEXPANDDIV(const Dst& dst, const A& a, const B& b) {
   TROWEXPANDDIV(dst, a, b);
 }
+template <DivAlgorithm Algorithm, class Dst, class A, class B>
+void TCOLEXPANDDIV(const Dst& dst, const A& a, const B& b) {
+  TCOLEXPANDDIV(dst, a, b);
+}
 #undef ISA_BINARY
 
 #define ISA_UNARY(NAME, op)                                                                \
