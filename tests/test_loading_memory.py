@@ -211,9 +211,9 @@ def test_a_model_that_does_not_fit_names_the_formats_that_do(billions, weights, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages of other systems are not chosen")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize("more", [-3, 0, 2**20])
+@pytest.mark.parametrize("more", [0, 3, 2**20])
 def test_a_large_tensor_begins_with_a_large_page_and_has_no_memory_but_its_own(dtype, more):
-    shape = HUGE // 2 // dtype.itemsize + more, 2
+    shape = HUGE // dtype.itemsize + more, 2
     tensor = empty(shape, dtype)
     assert tensor.data_ptr() % HUGE == 0 and tensor.storage_offset() == 0
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
