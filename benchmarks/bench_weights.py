@@ -31,9 +31,13 @@ MOST_MEMORY = {"fp8": 0.53, "int8": 0.53, "fp4": 0.30, "int4": 0.30}
 MOST_TIME = {"fp8": 0.6, "int8": 0.6, "fp4": 0.5, "int4": 0.4}
 
 
-def as_loaded(x: torch.Tensor) -> torch.Tensor:
+def as_loaded(x: torch.Tensor, beside: int = 0) -> torch.Tensor:
     """A copy in the memory that ``models.load`` gives weights."""
-    return empty(x.shape, x.dtype).copy_(x)
+    return empty(x.shape, x.dtype, beside=beside).copy_(x)
+
+
+def both_as_loaded(values: torch.Tensor, scales: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [as_loaded(values), None if scales is None else as_loaded(scales, values.nbytes)]
 
 
 # ---- linear layers ------------------------------------------------------------------------------
@@ -46,8 +50,7 @@ class Linears:
         generator = torch.Generator().manual_seed(0)
         matrix = torch.randn(ROWS, COLUMNS, generator=generator)
         self.weights = {
-            kind: [x if x is None else as_loaded(x) for x in form.quantize(matrix)]
-            for kind, form in WEIGHT_FORMATS.items()
+            kind: both_as_loaded(*form.quantize(matrix)) for kind, form in WEIGHT_FORMATS.items()
         }
         self.plain = as_loaded(matrix.bfloat16())
         self.other = as_loaded(torch.randn(READ // 4))
@@ -74,10 +77,7 @@ class Linears:
         """Of the bandwidth of torch's sum of floats: one after the other, as in a model, weights of
         as many bytes."""
         size = sum(x.nbytes for x in self.weights[kind] if x is not None)
-        copies = [
-            [x if x is None else as_loaded(x) for x in self.weights[kind]]
-            for _ in range(READ // size)
-        ]
+        copies = [both_as_loaded(*self.weights[kind]) for _ in range(READ // size)]
 
         def multiply():
             for weight, scales in copies:

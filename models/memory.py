@@ -83,35 +83,39 @@ def free_in_container(root: Path = Path("/")) -> int | float:
     return free
 
 
-def empty(shape, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
-    """An uninitialised tensor, for much that is read often: on Linux in pages of 2 MiB, from its
-    first byte on, but for a rest of less than three quarters of one.
+def empty(shape, dtype: torch.dtype, device: torch.device = CPU, beside: int = 0) -> torch.Tensor:
+    """An uninitialised tensor, for much that is read often: on Linux in pages of 2 MiB from its
+    first byte on. A rest is in small ones where more than a quarter of one would be unused, or
+    beside much more than an eighth of all or three quarters of one.
 
     Fewer pages mean fewer misses in the TLB, above all in a virtual machine.
+
+    Args:
+        beside: bytes that are read with it, such as the values of its scales, and count with it.
 
     Raises:
         torch.OutOfMemoryError: of any allocator; torch's own on a CPU is a RuntimeError.
     """
-    if is_plain(device) and (size := math.prod(shape) * dtype.itemsize) >= HUGE:
+    size = math.prod(shape) * dtype.itemsize
+    whole = -(-size // HUGE) * HUGE
+    if whole - size > max(HUGE // 4, min((size + beside) // 8, HUGE * 3 // 4)):
+        whole -= HUGE
+    if whole and is_plain(device):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         # an exact one may still fit where there is no room to align this one
         with contextlib.suppress(OSError, OverflowError):
-            memory = mmap.mmap(-1, size + 2 * HUGE, flags=flags)
-            return in_large_pages(memory, size).view(dtype).view(shape)
+            memory = mmap.mmap(-1, max(size, whole) + HUGE, flags=flags)
+            start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
+            with contextlib.suppress(OSError):  # of a kernel without such pages
+                memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+            tensor = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+            return tensor.view(dtype).view(shape)
     try:
         return torch.empty(shape, dtype=dtype, device=device)
     except (RuntimeError, TypeError) as error:
         if not any(word in str(error) for word in ("allocate", "memory", "verflow")):
             raise  # of another kind: torch has one class for all
         raise torch.OutOfMemoryError(str(error)) from error
-
-
-def in_large_pages(memory: mmap.mmap, size: int) -> torch.Tensor:
-    """``size`` bytes of ``memory``, which has room to align them."""
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
-    with contextlib.suppress(OSError):  # of a kernel without such pages
-        memory.madvise(mmap.MADV_HUGEPAGE, start, (size + HUGE // 4) // HUGE * HUGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
 
 
 def is_plain(device: torch.device) -> bool:

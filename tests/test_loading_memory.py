@@ -2,6 +2,7 @@
 before anything is read."""
 
 import io
+import math
 import sys
 
 import psutil
@@ -211,15 +212,27 @@ def test_a_model_that_does_not_fit_names_the_formats_that_do(billions, weights, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages of other systems are not chosen")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize("more", [0, 3, 2**20])
-def test_a_large_tensor_begins_with_a_large_page_and_has_no_memory_but_its_own(dtype, more):
-    shape = HUGE // dtype.itemsize + more, 2
-    tensor = empty(shape, dtype)
+@pytest.mark.parametrize("size, beside", [(2, 0), (3, 0), (0.75, 0), (0.3, 9), (9.2, 0)])
+def test_a_large_tensor_begins_with_a_large_page_and_has_no_memory_but_its_own(dtype, size, beside):
+    shape = math.ceil(size * HUGE / dtype.itemsize / 6) * 2, 3
+    tensor = empty(shape, dtype, beside=beside * HUGE)
     assert tensor.data_ptr() % HUGE == 0 and tensor.storage_offset() == 0
     assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
     assert tensor.untyped_storage().nbytes() == tensor.nbytes
     bits = tensor.view(torch.uint8).fill_(7)
     assert (torch.load(io.BytesIO(saved(tensor))).view(torch.uint8) == bits).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of other systems are not chosen")
+@pytest.mark.parametrize("size, beside", [(0.7, 0), (0.3, 3), (0.2, 99), (1.1, 0)])
+def test_little_of_a_large_page_stays_unused(size, beside):
+    """Where all of a page is written, another process could not have the rest of it."""
+    before = psutil.Process().memory_info().rss
+    tensors = [
+        empty((int(size * HUGE),), torch.uint8, beside=beside * HUGE).fill_(1) for _ in range(16)
+    ]
+    grown = psutil.Process().memory_info().rss - before
+    assert grown < 16 * (tensors[0].nbytes + HUGE // 4)
 
 
 def saved(tensor):

@@ -1,5 +1,6 @@
 """Reads weights from a checkpoint into stored formats, one tensor at a time."""
 
+import math
 import threading
 
 import torch
@@ -35,7 +36,8 @@ class StoredWeight:
         stored = self.layout_of(experts)
         with self.lock:
             if self.made is None and stored.scale_shape is not None:
-                self.made = torch.empty(stored.scale_shape, dtype=stored.scale_dtype, device="cpu")
+                values = math.prod(stored.shape) * stored.dtype.itemsize
+                self.made = empty(stored.scale_shape, stored.scale_dtype, beside=values)
             return self.made
 
     def layout_of(self, experts: slice) -> Layout:

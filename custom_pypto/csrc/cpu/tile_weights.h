@@ -86,91 +86,78 @@ class Unpacked {
         ahead_(weight.weight + weight.n * weight.stride),
         apart_(weight.n * weight.stride / (64 * kStreams) * 64) {}
 
-  // How many steps the values [begin, end) of `count` rows take.
+  // How many steps the values [begin, end) of `count` rows take: one each.
   INLINE int start(int row, int count, int begin, int end, uint16_t* to) {
     from_ = weight_.weight + row * weight_.stride + bytes(begin);
-    skipped_ = weight_.stride - bytes(end - begin);
-    to_ = tile_ = to;
-    half_ = (end - begin) % kStepValues != 0;
-    of_row_ = left_ = (end - begin) / kStepValues + half_;
-    steps_ = count * of_row_;
-    if (SCALED) {
-      first_ = begin / weight_.group;
-      to_next_ = (first_ + 1) * weight_.group - begin;
-      scales_ = weight_.scales + row * weight_.groups;
-      start_row();
-    }
-    return steps_;
+    to_ = to;
+    begin_ = begin, end_ = end;
+    scales_ = weight_.scales + row * weight_.groups;
+    rows_ = count;
+    return count;
   }
 
   INLINE void step(int count) {
-    for (const int rest = std::max(steps_ - count, 0); steps_ > rest; --steps_) {
-      const int stream = steps_ % kStreams;
-      __builtin_prefetch(ahead_ + stream * apart_, 0, 2);
-      if (stream == 0) ahead_ += bytes(kStepValues);
-      const bool half = half_ && left_ == 1;  // 32 values end the row
-      put(half);
-      if (--left_ == 0) {
-        left_ = of_row_;
-        from_ += skipped_;
-        tile_ = to_ += 32;
-        if (SCALED) scales_ += weight_.groups, start_row();
-      }
+    for (; count > 0 && rows_ > 0; --count, --rows_) {
+      UNROLL for (int k = 0; k < kStreams; ++k) __builtin_prefetch(ahead_ + k * apart_, 0, 2);
+      ahead_ += bytes(kSlice / kStreams);
+      SCALED ? put_scaled() : put();
+      from_ += weight_.stride;
+      to_ += 32;
+      scales_ += weight_.groups;
     }
   }
-  INLINE void finish() { step(steps_); }
+  INLINE void finish() { step(rows_); }
 
  private:
-  static constexpr int kStepValues = 64, kTileOf32 = AT * kTileRows * 32;
+  static constexpr int kTileOf32 = AT * kTileRows * 32;
   static constexpr int kStreams = 4;  // the CPU reads ahead by the page, in several at once faster
   static constexpr int64_t bytes(int values) { return values / kUnit * Format::kBytes; }
 
-  // 64 values of a row, or the last 32
-  INLINE void put(bool half) {
+  // Pointers of a row stay in registers.
+  INLINE void put() const {
+    const uint8_t* from = from_;
+    uint16_t* to = to_;
     __m512i values[2];
-    if constexpr (SCALED) {
-      values[0] = next_scaled(from_);
-      if (!half) values[1] = next_scaled(from_ + Format::kBytes);
-    } else {
-      TileUnit<Format>::unpack(from_, half, values);
+    int left = end_ - begin_;
+    for (; left >= 64; left -= 64, from += bytes(64), to += 2 * kTileOf32) {
+      TileUnit<Format>::unpack(from, false, values);
+      _mm512_store_si512(to, values[0]);
+      _mm512_store_si512(to + kTileOf32, values[1]);
     }
-    _mm512_store_si512(tile_, values[0]);
-    if (!half) _mm512_store_si512(tile_ + kTileOf32, values[1]);
-    tile_ += half ? kTileOf32 : 2 * kTileOf32;
-    from_ += bytes(half ? kUnit : kStepValues);
+    if (left == 0) return;
+    TileUnit<Format>::unpack(from, true, values);
+    _mm512_store_si512(to, values[0]);
   }
 
-  INLINE void start_row() {
-    group_ = first_;
-    left_of_group_ = to_next_;
-  }
-
-  // 32 values; groups are multiples of 32
-  INLINE __m512i next_scaled(const uint8_t* p) {
-    if (left_of_group_ == 0) ++group_, left_of_group_ = weight_.group;
-    left_of_group_ -= 32;
-    Vec x[2];
-    Format::unpack(p, x);
-    const Vec scale = broadcast(scales_[group_]);
-    Vec offset = {};
-    if (weight_.offsets) {
-      offset = broadcast(scales_[weight_.offsets - weight_.scales + group_]);
+  // With the scales of groups, which are multiples of 32 values.
+  INLINE void put_scaled() const {
+    const uint8_t* from = from_;
+    uint16_t* to = to_;
+    int group = begin_ / weight_.group;
+    for (int d = begin_; d < end_; ++group) {
+      const int stop = std::min(end_, (group + 1) * weight_.group);
+      const Vec scale = broadcast(scales_[group]);
+      Vec offset = {};
+      if (weight_.offsets) {
+        offset = broadcast(scales_[weight_.offsets - weight_.scales + group]);
+      }
+      for (; d < stop; d += 32, from += bytes(32), to += kTileOf32) {
+        Vec x[2];
+        Format::unpack(from, x);
+        UNROLL for (int v = 0; v < 2; ++v) x[v] = x[v] * scale + offset;
+        _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]));
+      }
     }
-    UNROLL for (int v = 0; v < 2; ++v) x[v] = x[v] * scale + offset;
-    return (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
   }
 
   const Dots& weight_;
   const uint8_t* ahead_;  // the next task, which is prefetched as streams side by side
   int64_t apart_;         // the streams
+  // of the next row
   const uint8_t* from_ = nullptr;
-  uint16_t *to_ = nullptr, *tile_ = nullptr;
-  int64_t skipped_ = 0;  // from row to row
-  bool half_ = false;    // whether the last step of a row has 32 values
-  int of_row_ = 0, left_ = 0, steps_ = 0;
-  const float* scales_ = nullptr;  // of a row
-  int first_ = 0, to_next_ = 0;    // group of a slice, and how many values of it
-  int group_ = 0, left_of_group_ = 0;
+  uint16_t* to_ = nullptr;
+  const float* scales_ = nullptr;
+  int begin_ = 0, end_ = 0, rows_ = 0;  // how many rows are left
 };
 
 // Sums of a group, of AT tiles of rows of the weight and BT panels of x, until they meet scales.

@@ -39,8 +39,6 @@ class StoredWeight {
   bool has_offsets() const { return facts().zeros; }
   cpu::WeightFormat format() const { return format_; }
   bool is_bfloat16() const { return format_ == cpu::kBfloat16Weight; }
-  // whether scales are much of what is read
-  bool has_small_groups() const { return facts().group || facts().zeros; }
   // whether the values of a column are contiguous, instead of those of a row; bfloat16 only
   bool transposed() const { return transposed_; }
   const cpu::WeightKernels& kernels() const { return custom_pypto::kernels().weights[format_]; }

@@ -18,8 +18,9 @@ namespace {
 
 // of a weight, per task
 constexpr int64_t kRowsOfDots = 16, kMostOfDots = 4;
-constexpr int64_t kRowsOfTile = 4;  // that kernels multiply at once
-constexpr int64_t kColumns = 512;   // of a transposed one
+// of a weight, whose scales as floats leave x in the level-1 cache
+constexpr int64_t kRowsOfCall = 32;
+constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
 // of a weight, per task of packed rows
@@ -110,10 +111,8 @@ class StoredWay {
       kernels().add_rows(weight_.bfloat16(group.expert, task.first), weight_.column_stride(), x,
                          group.count, weight_.depth(), task.rows, out);
     } else {
-      // scales of some rows at a time, to leave x in the level-1 cache
-      const int64_t most = weight_.has_small_groups() ? kRowsOfTile : kRowsOfDots;
-      for (int64_t r = 0; r < task.rows; r += most) {
-        const int64_t rows = std::min(most, task.rows - r);
+      for (int64_t r = 0; r < task.rows; r += kRowsOfCall) {
+        const int64_t rows = std::min(kRowsOfCall, task.rows - r);
         cpu::Dots call = weight_.operand(group.expert, task.first + r, rows, scratch.scales);
         call.x = x;
         call.m = group.count;
