@@ -1,16 +1,18 @@
 """What a server's record costs a request: its time with --enable-return-indexer-topk and
 --enable-return-routed-experts, over its time without.
 
-Two servers of one model answer the same requests in turn, one at a time: a prompt, prompts behind
-its prefix, which the prefix cache has by then, and answers; the record of these begins behind the
-prefix, whose own came with the first prompt. Each round has a new prefix. Both sides return token
-ids, and choose the same. Times are those of a client on loopback, with the reply.
+Two servers of one model answer the same requests in turn, one at a time, while the other is
+stopped, whose threads would spin for a while: a prompt, prompts behind its prefix, which the prefix
+cache has by then, and answers; the record of these begins behind the prefix, whose own came with
+the first prompt. Each round has a new prefix. Both sides return token ids, and choose the same.
+Times are those of a client on loopback, with the reply.
 
 A model of four layers with random weights, of which DeepSeek-V3.2 has ten times as many for each
 token and layer, but no larger record: there the record is a smaller part of the time.
 """
 
 import base64
+import contextlib
 import io
 import shutil
 import statistics
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import torch
 from bench_serving import RECORDED, traffic, vllm  # makes the next modules importable
 from checkpoints import save_tiny
@@ -46,12 +49,16 @@ SIZES = dict(
     initializer_range=0.02,
 )
 PREFIX, MORE, ANSWER = 2048, 64, 32  # tokens
-# by its name, tokens of a prompt behind the prefix and of its answer; the first one of the record
+BEHIND, ANSWERED = "prompt behind a cached prefix", "answer behind a cached prefix"
+WHOLE = f"{BEHIND}, whole record"  # of bytes that take as long to send as it takes to compute
+# by its name, tokens of a prompt behind the prefix and of its answer; and of the record the first
+# one, and whether it has the selections of tokens that attend to all that they see
 REQUESTS = {
-    "prompt": (0, 1, 0),
-    "prompt behind a cached prefix": (MORE, 1, PREFIX),
-    "answer behind a cached prefix": (MORE, ANSWER, PREFIX),
-    "prompt behind a cached prefix, whole record": (MORE, 1, 0),
+    "prompt": (0, 1, 0, True),
+    BEHIND: (MORE, 1, PREFIX, True),
+    ANSWERED: (MORE, ANSWER, PREFIX, True),
+    WHOLE: (MORE, 1, 0, True),
+    f"{WHOLE} but for implied rows": (MORE, 1, 0, False),
 }
 MOST = 1.1
 
@@ -61,6 +68,20 @@ def checkpoint(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(traffic.LOOKUP / name, folder)
     return folder
+
+
+@contextlib.contextmanager
+def stopped(side) -> Iterator[None]:
+    """Inside, the processes of a server get no CPU time."""
+    server = psutil.Process(side.process.pid)
+    tree = [server, *server.children(recursive=True)]
+    for process in tree:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in tree:
+            process.resume()
 
 
 def ask(side, ids: list[int], tokens: int, **more) -> tuple[float, dict, int]:
@@ -74,13 +95,13 @@ def ask(side, ids: list[int], tokens: int, **more) -> tuple[float, dict, int]:
     return seconds, reply.json()["choices"][0], len(reply.content)
 
 
-def compare(plain: dict, recorded: dict, tokens: int) -> None:
+def compare(plain: dict, recorded: dict, selections: int, experts: int) -> None:
     """Both sides have chosen the same tokens, and one has a record of so many."""
     assert plain["token_ids"] == recorded["token_ids"]
     layers = SIZES["num_hidden_layers"]
-    for name, count in (
-        ("indexer_topk", SIZES["index_topk"]),
-        ("routed_experts", SIZES["num_experts_per_tok"]),
+    for name, tokens, count in (
+        ("indexer_topk", selections, SIZES["index_topk"]),
+        ("routed_experts", experts, SIZES["num_experts_per_tok"]),
     ):
         array = np.load(io.BytesIO(base64.b64decode(recorded[name])))
         assert array.shape == (tokens, layers, count) and plain.get(name) is None
@@ -103,14 +124,16 @@ def measured(rounds: int) -> Iterator[tuple[str, list[float], list[float], int]]
         ):
             for number in range(rounds + 1):  # the first one warms up
                 prefix = random(PREFIX)
-                for name, (more, answer, begin) in REQUESTS.items():
+                for name, (more, answer, begin, implied) in REQUESTS.items():
                     ids = prefix + random(more)
-                    start = dict(record_start=begin) if begin else {}
-                    (a, one, small), (b, other, large) = (
-                        ask(side, ids, answer, **options)
-                        for side, options in ((plain, {}), (recorded, start))
-                    )
-                    compare(one, other, len(ids) + answer - 1 - begin)
+                    asked = dict(record_start=begin, record_implied=implied)
+                    with stopped(recorded):
+                        a, one, small = ask(plain, ids, answer)
+                    with stopped(plain):
+                        b, other, large = ask(recorded, ids, answer, **asked)
+                    tokens = len(ids) + answer - 1
+                    first = begin if implied else max(begin, SIZES["index_topk"])
+                    compare(one, other, tokens - first, tokens - begin)
                     size[name] = large - small
                     if number:
                         seconds[name][0].append(a)
@@ -132,6 +155,8 @@ def recording_rows(rounds: int) -> Iterator[list[str]]:
 
 def recording_floors(rounds: int) -> Iterator[Floor]:
     for name, without, with_, _ in measured(rounds):
+        if name == WHOLE:
+            continue
         yield known(f"{name}, time with a record", ratio(with_, without), MOST, at_least=False)
 
 

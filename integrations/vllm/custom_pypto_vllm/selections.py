@@ -18,6 +18,8 @@ request, best first, or all in their order for a token that sees no more; -1 beh
 DeepSeek-V4 they are numbers of compressed rows. Experts are ``[tokens, layers, k]`` in uint8, or
 uint16 if there are more than 256, of all layers, 0 of those without routed experts: vLLM's own
 format.
+
+A token that sees no more attends to all, so its row is implied: workers send none.
 """
 
 import asyncio
@@ -37,7 +39,7 @@ from .records import SPACE, Blocks, Recorded, Recorder, dtypes, space
 
 WORKER = f"{__name__}.RecordingWorker"
 PATHS = "/v1/completions", "/v1/chat/completions"
-START = "record_start"
+START, IMPLIED = "record_start", "record_implied"
 
 
 class Chosen(NamedTuple):
@@ -45,6 +47,15 @@ class Chosen(NamedTuple):
 
     indexer_topk: np.ndarray
     routed_experts: np.ndarray | None = None
+
+
+class Sent(NamedTuple):
+    """Rows of a field from token ``begin`` on, as vLLM's messages between processes carry them."""
+
+    begin: int
+    shape: tuple[int, ...]
+    dtype: str
+    data: bytearray
 
 
 class RecordingWorker:
@@ -101,18 +112,27 @@ class RecordingWorker:
             of_step = recorded[self.indexers[0]].recorded_with.prefix
             router.set_capture_fn(partial(_capture, self.recorder, name, of_step))
 
-    def take_selections(self, request: str, start: int) -> dict[int, dict[str, tuple]] | None:
+    def take_selections(self, request: str, start: int) -> tuple[int, dict] | None:
+        """How many tokens a position stands for, and by the number of an answer what is
+        :class:`Sent` of each field."""
         if (recorder := getattr(self, "recorder", None)) is None:
             return None
-        layers = self.vllm_config.model_config.get_total_num_hidden_layers()
+        config = self.vllm_config
+        layers = config.model_config.get_total_num_hidden_layers()
+        of = config.compilation_config.static_forward_context
+        [ratio] = {of[name].recorded_with.spec.tokens_per_state for name in self.indexers}
         taken = {}
         for number, parts in recorder.take(request).items():
             indexers = dict(enumerate(parts[name] for name in self.indexers))
-            taken[number] = {"indexer_topk": _sent(indexers, len(indexers), start)}
+            (tokens, last), *_ = (of[-1] for of in indexers.values())
+            selecting = (last.size(1) + 1) * ratio - 1  # the first token that sees more
+            begin = max(start, min(selecting, tokens))
+            sent = {"indexer_topk": _sent(indexers, len(indexers), begin)}
             if self.routers:
                 experts = {_number(name): parts[name] for name in self.routers}
-                taken[number]["routed_experts"] = _sent(experts, layers, start)
-        return taken
+                sent["routed_experts"] = _sent(experts, layers, start)
+            taken[number] = sent
+        return ratio, taken
 
 
 def _routers(model) -> dict[str, object]:
@@ -146,20 +166,20 @@ def _number(layer: str) -> int:
     return int(re.search(r"layers\.(\d+)\.", layer)[1])
 
 
-def _sent(parts: dict[int, list[Recorded]], layers: int, start: int) -> tuple:
-    """An array ``[tokens from start on, layers, K]`` as vLLM's messages between processes carry it:
-    shape, dtype, bytes. Rows are copied once, since a record has tens of megabytes."""
+def _sent(parts: dict[int, list[Recorded]], layers: int, begin: int) -> Sent:
+    """Of an array ``[tokens, layers, K]``. Rows are copied once, since a record has tens of
+    megabytes."""
     (tokens,) = {recorded[-1][0] for recorded in parts.values()}
     _, last = next(iter(parts.values()))[-1]
-    shape, kind = (max(tokens - start, 0), layers, last.size(1)), last.numpy().dtype
+    shape, kind = (max(tokens - begin, 0), layers, last.size(1)), last.numpy().dtype
     data = bytearray(math.prod(shape) * kind.itemsize)
     array = np.frombuffer(data, kind).reshape(shape)
     for layer, recorded in parts.items():
         for end, rows in recorded:
-            if end > start:
-                first = max(end - len(rows), start)
-                array[first - start : end - start, layer] = rows[first - end :].numpy()
-    return shape, kind.str, data
+            if end > begin:
+                first = max(end - len(rows), begin)
+                array[first - begin : end - begin, layer] = rows[first - end :].numpy()
+    return Sent(begin, shape, kind.str, data)
 
 
 def _encoded(array: np.ndarray) -> list[bytes]:
@@ -172,32 +192,32 @@ def _encoded(array: np.ndarray) -> list[bytes]:
     return [pybase64.b64encode(header + data[:begun].tobytes()), pybase64.b64encode(data[begun:])]
 
 
-def _joined(replies: list) -> dict[int, Chosen]:
-    """By the number of an answer, the layers of all ranks of a pipeline."""
-    ranks = [
-        {
-            number: {
-                name: np.frombuffer(data, dtype).reshape(shape)
-                for name, (shape, dtype, data) in of.items()
-            }
-            for number, of in reply.items()
-        }
-        for reply in replies
-        if reply
-    ]
-    if len(ranks) == 1:
-        return {number: Chosen(**of) for number, of in ranks[0].items()}
-    return {
-        number: Chosen(
-            **{name: np.concatenate([rank[number][name] for rank in ranks], axis=1) for name in of}
-        )
-        for number, of in (ranks[0] if ranks else {}).items()
-    }
+def _chosen(replies: list, answer: int, tokens: int, start: int, implied: bool) -> Chosen | None:
+    """Of an answer the record of the tokens from ``start`` up to ``tokens``: those behind are of a
+    stop, or of a rejected draft. ``replies``: of the ranks of a pipeline, each with its layers."""
+    ranks, fields = [reply for reply in replies if reply], {}
+    if not ranks or answer not in ranks[0][1]:
+        return None
+    for name in ranks[0][1][answer]:
+        sent = [Sent(*of[answer][name]) for _, of in ranks]
+        arrays = [np.frombuffer(one.data, one.dtype).reshape(one.shape) for one in sent]
+        array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1)
+        begin = sent[0].begin
+        fields[name] = array = array[: max(tokens - begin, 0)]
+        if implied and (left_out := min(begin, tokens) - start) > 0:
+            fields[name] = _with_implied(array, start, left_out, ranks[0][0])
+    return Chosen(**fields)
 
 
-def _of_answer(chosen: Chosen, tokens: int) -> Chosen:
-    """Without tokens behind the answer: those that a stop, or a rejected draft, has cut."""
-    return Chosen(*(x if x is None else x[: max(tokens, 0)] for x in chosen))
+def _with_implied(array: np.ndarray, start: int, count: int, ratio: int) -> np.ndarray:
+    """``array`` behind rows of ``count`` tokens from ``start`` on that attend to all they see."""
+    rows, layers, width = array.shape
+    whole = np.empty((count + rows, layers, width), array.dtype)
+    position = np.arange(width, dtype=array.dtype)
+    seen = (np.arange(start, start + count) + 1) // ratio
+    whole[:count] = np.where(position < seen[:, None], position, array.dtype.type(-1))[:, None]
+    whole[count:] = array
+    return whole
 
 
 def record(llm, experts: bool = False) -> None:
@@ -215,33 +235,40 @@ def record(llm, experts: bool = False) -> None:
     llm.collective_rpc("record_selections", args=(experts,))
 
 
-def take(llm, request, start: int = 0) -> list[Chosen]:
+def take(llm, request, start: int = 0, implied: bool = True) -> list[Chosen]:
     """What a finished ``request`` chose, one for each of its answers, from token ``start`` on.
 
+    Args:
+        implied: False: without the selections of the first tokens, which attend to all that they
+            see: as many as are missing.
+
     Raises:
-        ValueError: ``start`` is no number of tokens.
+        ValueError: ``start`` is no number of tokens, or ``implied`` no bool.
         KeyError: they were taken before, dropped for later ones, or never recorded, as of requests
             behind a cached prefix that has no record.
     """
-    _check_start("start", start)
-    found = _joined(llm.collective_rpc("take_selections", args=(request.request_id, start)))
-    if sorted(found) != list(range(len(request.outputs))):
+    _check_asked(("start", "implied"), start, implied)
+    replies = llm.collective_rpc("take_selections", args=(request.request_id, start))
+    prompt = len(request.prompt_token_ids)
+    taken = [
+        _chosen(replies, number, prompt + len(output.token_ids) - 1, start, implied)
+        for number, output in enumerate(request.outputs)
+    ]
+    if None in taken:
         raise KeyError(
             f"custom_pypto_vllm: no selections of request {request.request_id}: taken before, too "
             "old, or behind a cached prefix without a record; in that case generate again with "
             f"another cache_salt, and allow more by {SPACE}"
         )
-    prompt = len(request.prompt_token_ids) - start
-    outputs = enumerate(request.outputs)
-    taken = (_of_answer(found[n], prompt + len(o.token_ids) - 1) for n, o in outputs)
     # of messages, which are not written to
     return [Chosen(*(x if x is None else x.copy() for x in chosen)) for chosen in taken]
 
 
 class Middleware:
     """Adds ``indexer_topk`` to each choice of a reply with token ids, ``return_token_ids``: base64
-    of a .npy file, or null for a choice without a record; without the first ``record_start`` tokens
-    of a request that has this field. Streams are left alone.
+    of a .npy file, or null for a choice without a record. Without the first ``record_start`` tokens
+    of a request that has this field, and without the selections of tokens that attend to all that
+    they see, if its ``record_implied`` is false. Streams are left alone.
     """
 
     experts = False
@@ -267,12 +294,11 @@ class Middleware:
             if not messages[-1].get("more_body"):
                 break
         asked = _asked(body)
-        begin = 0
-        if START in asked:  # vLLM has no such field
-            begin = asked.pop(START)
+        start, implied = asked.pop(START, 0), asked.pop(IMPLIED, True)
+        if asked != _asked(body):
             messages = [{"type": "http.request", "body": json.dumps(asked).encode()}]
         try:
-            _check_start(START, begin)
+            _check_asked((START, IMPLIED), start, implied)
         except ValueError as error:
             return await _refuse(send, str(error), 400)
         if not asked.get("return_token_ids") or asked.get("stream"):
@@ -289,7 +315,8 @@ class Middleware:
             if not message.get("more_body"):
                 parts = [content]
                 if head["status"] == 200:
-                    parts = await _with_selections(engine, content, asked.get("n") or 1, begin)
+                    answers = asked.get("n") or 1
+                    parts = await _with_selections(engine, content, answers, start, implied)
                 lengths = [h for h in head["headers"] if h[0].lower() != b"content-length"]
                 length = (b"content-length", str(sum(map(len, parts))).encode())
                 await send(head | {"headers": [*lengths, length]})
@@ -322,11 +349,14 @@ def _asked(body: bytes) -> dict:
     return asked if isinstance(asked, dict) else {}
 
 
-def _check_start(name: str, value) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(
-            f"custom_pypto_vllm: {name} must be a number of tokens from 0 on, got {value!r}"
-        )
+def _check_asked(names: tuple[str, str], start, implied) -> None:
+    problem = None
+    if type(start) is not int or start < 0:
+        problem = f"{names[0]} must be a number of tokens from 0 on, got {start!r}"
+    elif type(implied) is not bool:
+        problem = f"{names[1]} must be true or false, got {implied!r}"
+    if problem:
+        raise ValueError(f"custom_pypto_vllm: {problem}")
 
 
 def _replay(messages: list, receive):
@@ -339,11 +369,13 @@ def _replay(messages: list, receive):
     return again
 
 
-async def _with_selections(engine, content: bytes, answers: int, start: int) -> list[bytes]:
+async def _with_selections(
+    engine, content: bytes, answers: int, start: int, implied: bool
+) -> list[bytes]:
     """The parts of a reply."""
     reply = json.loads(content)
     chat = reply["object"].startswith("chat")
-    records: dict[str, dict[int, Chosen]] = {}
+    records: dict[str, list] = {}
     # the arrays stay out of JSON's hands, which would read each of their many characters
     mark, arrays = secrets.token_hex(), []
     for choice in reply["choices"]:
@@ -351,12 +383,11 @@ async def _with_selections(engine, content: bytes, answers: int, start: int) -> 
         # churn: the names that vLLM's server gives to the prompts of a request
         name = reply["id"] if chat else f"{reply['id']}-{prompt}"
         if name not in records:
-            replies = await engine.collective_rpc("take_selections", args=(name, start))
-            records[name] = _joined(replies)
+            records[name] = await engine.collective_rpc("take_selections", args=(name, start))
         choice["indexer_topk"] = None
-        if (chosen := records[name].get(answer)) is not None:
-            ids = (reply if chat else choice)["prompt_token_ids"]
-            chosen = _of_answer(chosen, len(ids) + len(choice["token_ids"]) - 1 - start)
+        ids = (reply if chat else choice)["prompt_token_ids"]
+        tokens = len(ids) + len(choice["token_ids"]) - 1
+        if (chosen := _chosen(records[name], answer, tokens, start, implied)) is not None:
             for field, array in chosen._asdict().items():
                 if array is not None:
                     choice[field] = f"{mark}{len(arrays)}"

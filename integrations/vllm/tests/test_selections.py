@@ -143,6 +143,9 @@ def arrays(choice: dict) -> list[np.ndarray]:
 def test_a_start_that_is_no_number_of_tokens_is_rejected_before_anything_is_taken(start):
     with pytest.raises(ValueError, match="start must be a number of tokens from 0 on, got"):
         take(None, None, start)
+    if start is not True:
+        with pytest.raises(ValueError, match="implied must be true or false, got"):
+            take(None, None, 0, start)
 
 
 @pytest.mark.matrix
@@ -159,8 +162,17 @@ def test_a_reply_leaves_out_the_record_of_the_first_tokens_on_request():
     try:
         whole, *parts = (ask(record_start=n).json()["choices"][0] for n in (0, 1, 397, 402, 500))
         wrong = [ask(record_start=n) for n in (-1, 1.5, True, "1")]
+        own = [ask(record_start=n, record_implied=False).json()["choices"][0] for n in (0, 9, 397)]
+        unknown = [ask(record_implied=value) for value in (0, "no")]
     finally:
         serving.stop(signal.SIGTERM)
+    # 16 rows of 4 tokens are all that the first 67 tokens see
+    for start, part in zip((0, 9, 397), own, strict=True):
+        (indices, experts), (all_indices, all_experts) = arrays(part), arrays(whole)
+        assert np.array_equal(indices, all_indices[max(start, 67) :])
+        assert np.array_equal(experts, all_experts[start:])
+    assert all(reply.status_code == 400 for reply in unknown)
+    assert "record_implied must be true or false, got 'no'" in unknown[1].text
     for start, part in zip((1, 397, 402, 500), parts, strict=True):
         assert part["token_ids"] == whole["token_ids"]
         for some, every in zip(arrays(part), arrays(whole), strict=True):
