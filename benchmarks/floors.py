@@ -72,8 +72,8 @@ WEIGHTS: dict[str, dict[str, float]] = {
     "bfloat16": dict(avx2=0.75, avx512_bf16=0.8, amx=0.8),
     "int8": dict(avx2=0.65, avx512_bf16=0.7, amx=0.8),
     "fp8": dict(avx2=0.45, avx512_bf16=0.65, amx=0.8),
-    "int4": dict(avx2=0.57, avx512_bf16=0.57, amx=0.57),
-    "fp4": dict(avx2=0.48, avx512_bf16=0.52, amx=0.52),
+    "int4": dict(avx2=0.57, avx512_bf16=0.57, amx=0.75),
+    "fp4": dict(avx2=0.48, avx512_bf16=0.52, amx=0.75),
 }
 
 # at most, of ik_llama.cpp's time; the aim is 1. Medians of some calls in a virtual machine differ
