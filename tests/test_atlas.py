@@ -104,14 +104,15 @@ def test_a_failing_a_hanging_and_a_dying_part_do_not_stop_the_others(tmp_path):
         tmp_path,
         ("fails", "import sys\nprint('why')\nsys.exit(3)"),
         ("foreign", foreign),
-        ("hangs", sleeping_child(hung, "print('waits', flush=True)\ntime.sleep(600)"), 2),
+        # on a busy machine a Python takes seconds to begin
+        ("hangs", sleeping_child(hung, "print('waits', flush=True)\ntime.sleep(600)"), 10),
         ("dies", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"),
         ("leaves", sleeping_child(left)),
         ("elsewhere", "import sys\nprint('one NPU only')\nsys.exit(77)"),
         ("lacking", "", 60, "nothing is installed"),
         ("works", "print('| op | µs |\\n| --- | --- |\\n| a | 1.0 |\\n> of a device\\nall right')"),
     )
-    out, _ = driver.communicate(timeout=60)
+    out, _ = driver.communicate(timeout=120)
     assert driver.returncode == 1
     found = members(archive)
     page = found["summary.md"]
@@ -130,7 +131,7 @@ def test_a_failing_a_hanging_and_a_dying_part_do_not_stop_the_others(tmp_path):
     assert "Next: look at fails, one." in of_failure(page, "fails")
     assert "`bash run.sh atlas --only fails`" in of_failure(page, "fails")
     assert "Next: /a/b/list.json has an operator LightningIndexerPto that is not ours" in page
-    assert "stopped after 2 s" in of_failure(page, "hangs")
+    assert "stopped after 10 s" in of_failure(page, "hangs")
     assert "--limit" in of_failure(page, "hangs")
     assert "died of SIGSEGV" in of_failure(page, "dies") and "CUSTOM_PYPTO_LOG=2" in page
     assert "| one NPU only |" in page and "| nothing is installed |" in page
@@ -146,7 +147,7 @@ def test_a_failing_a_hanging_and_a_dying_part_do_not_stop_the_others(tmp_path):
     for line in ("FAILED  dies one: died of SIGSEGV", "skipped lacking: nothing is installed"):
         assert line in out
     assert re.search(
-        r"^ +\d+:\d\d \[ 4/9\] hangs one +FAILED, \d\.\d s: stopped after 2 s$", out, re.M
+        r"^ +\d+:\d\d \[ 4/9\] hangs one +FAILED, \d\d\.\d s: stopped after 10 s$", out, re.M
     )
     assert out.splitlines()[-1] == str(archive)
 
