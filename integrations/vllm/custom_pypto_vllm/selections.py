@@ -294,8 +294,9 @@ class Middleware:
             if not messages[-1].get("more_body"):
                 break
         asked = _asked(body)
+        own = {START, IMPLIED} & asked.keys()  # vLLM has no such fields
         start, implied = asked.pop(START, 0), asked.pop(IMPLIED, True)
-        if asked != _asked(body):
+        if own:
             messages = [{"type": "http.request", "body": json.dumps(asked).encode()}]
         try:
             _check_asked((START, IMPLIED), start, implied)
