@@ -49,14 +49,14 @@ SIZES = dict(
     initializer_range=0.02,
 )
 PREFIX, MORE, ANSWER = 2048, 64, 32  # tokens
-BEHIND, ANSWERED = "prompt behind a cached prefix", "answer behind a cached prefix"
-WHOLE = f"{BEHIND}, whole record"  # of bytes that take as long to send as it takes to compute
+BEHIND = "prompt behind a cached prefix"
+WHOLE = f"{BEHIND}, whole record"  # no floor: its bytes alone take a tenth of a second
 # by its name, tokens of a prompt behind the prefix and of its answer; and of the record the first
 # one, and whether it has the selections of tokens that attend to all that they see
 REQUESTS = {
     "prompt": (0, 1, 0, True),
     BEHIND: (MORE, 1, PREFIX, True),
-    ANSWERED: (MORE, ANSWER, PREFIX, True),
+    "answer behind a cached prefix": (MORE, ANSWER, PREFIX, True),
     WHOLE: (MORE, 1, 0, True),
     f"{WHOLE} but for implied rows": (MORE, 1, 0, False),
 }
