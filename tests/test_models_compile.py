@@ -27,6 +27,7 @@ from custom_pypto import models
 from custom_pypto.models import CACHE
 from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.patched import patched_attentions, text_model
+from custom_pypto.models.regions import Regions
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 
@@ -246,6 +247,79 @@ def test_layers_that_are_compiled_already_stay_as_they_are():
     model.model.layers[1] = torch.compile(model.model.layers[1], backend=own)
     assert torch.equal(continued_by(model, 4, **layers_compiled(backend)), want)
     assert own.graphs and len(backend.graphs) == 1
+
+
+def doubled(module, args, output):
+    return 2 * output
+
+
+# of a layer, each of which the guards of its graph would find
+CHANGES = {
+    "a hook": lambda layer: layer.mlp.register_forward_hook(doubled),
+    "a weight": lambda layer: setattr(
+        layer.self_attn.o_proj, "weight", torch.nn.Parameter(2 * layer.self_attn.o_proj.weight)
+    ),
+    "a module": lambda layer: setattr(layer, "mlp", torch.nn.Identity()),
+    "a class": lambda layer: setattr(layer.input_layernorm, "__class__", torch.nn.Identity),
+    "an attribute": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 4.0),
+    "a forward": lambda layer: setattr(layer.mlp, "forward", torch.relu),
+}
+
+
+class DecodeSteps:
+    """Steps of a compiled ``generate()``, those of the same model uncompiled, and how often Dynamo
+    looked for the graph of a layer."""
+
+    def __init__(self, monkeypatch):
+        self.lookups, found = 0, Regions.__init__
+
+        def counting(regions, *args):
+            found(regions, *args)
+            compiled = regions.call
+
+            def call(*inputs):
+                self.lookups += 1
+                return compiled(*inputs)
+
+            regions.call = call
+
+        monkeypatch.setattr(Regions, "__init__", counting)
+        self.model = patched_model(**TWO_LAYERS)
+        self.eager = copy.deepcopy(self.model)
+        self.caches = [models.PagedCache(x, 2, 32, block_size=16) for x in (self.model, self.eager)]
+        for model, cache in zip((self.model, self.eager), self.caches, strict=True):
+            model(token_ids(2, 9), **{CACHE: cache})
+        config = CompileConfig(backend=CountingBackend("eager"), mode=None, fullgraph=True)
+        self.call = self.model.get_compiled_call(config)
+
+    def run(self):
+        """Of both, the logits of a step; returns how often Dynamo looked for a graph."""
+        before, step = self.lookups, dict(use_cache=True)
+        got, want = (
+            call(token_ids(2, 1, 3), **{CACHE: cache}, **step).logits
+            for call, cache in zip((self.call, self.eager), self.caches, strict=True)
+        )
+        assert torch.equal(got, want)
+        return self.lookups - before
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_a_compiled_layer_takes_effect_in_the_next_step(change, monkeypatch):
+    steps = DecodeSteps(monkeypatch)
+    assert [steps.run() for _ in range(3)] == [2, 0, 0]
+    for model in (steps.model, steps.eager):
+        CHANGES[change](model.model.layers[1])
+    # a layer with hooks, or whose forward is somebody's, runs as it is
+    assert steps.run() == (0 if change == "a hook" else 1)
+
+
+@pytest.mark.parametrize("state", [torch.enable_grad, torch.inference_mode])
+def test_a_step_in_another_state_of_torch_finds_its_graphs_anew(state, monkeypatch):
+    steps = DecodeSteps(monkeypatch)
+    assert [steps.run() for _ in range(2)] == [2, 0]
+    with state():
+        assert steps.run() == 2
+    assert steps.run() in (0, 2)
 
 
 def compiled_by_torch(kind):
