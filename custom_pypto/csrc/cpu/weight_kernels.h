@@ -23,6 +23,8 @@ struct Dots {
   int groups;            // of a row
   const float* scales;   // [n][groups]
   const float* offsets;  // [n][groups], or null: 0
+  // in place of scales, for kernels that read those of e2m1 as they are stored
+  const uint8_t* exponents;
   const void* const* x;  // [m], prepared
   int m;
   float* const* out;  // [m]
@@ -65,6 +67,7 @@ struct DotsKernels {
   bool (*fits)(const Dots&) = nullptr;  // whether it takes this depth and these groups
   void (*prepare)(const Dots&, const float* x, void* to) = nullptr;
   void (*dots)(const Dots&) = nullptr;
+  bool stored_scales = false;  // whether `dots` reads Dots::exponents, not scales
 };
 
 struct WeightKernels {

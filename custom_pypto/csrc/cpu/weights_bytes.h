@@ -100,7 +100,16 @@ struct ByteUnit : ByteValues<Format> {
   using Values = ByteValues<Format>;
   explicit INLINE ByteUnit(const uint8_t* p) : Values(p) {}
   static constexpr int kBytesOfX = 2 * kInt16Unit + (Values::kOffset ? VECTOR_BYTES : 0);
-  static constexpr int kTimes = 1;
+#if VECTOR_BYTES == 64
+  static constexpr bool kStoredScales = std::is_same_v<Format, Fp4Weight>;
+  template <int PARTS>
+  using Scales = std::conditional_t<kStoredScales, StoredScales, UnitScales<PARTS>>;
+#else
+  static constexpr bool kStoredScales = false;
+  template <int PARTS>
+  using Scales = UnitScales<PARTS>;
+#endif
+  static constexpr int kTimes = kStoredScales ? 2 : 1;  // e2m1 counts twice
   // No more than 127 * 256 + 127. Of such numbers its inverse is almost a float, which keeps
   // products with one exact.
   static constexpr int kMost = 32601;

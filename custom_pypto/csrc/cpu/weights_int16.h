@@ -113,6 +113,39 @@ class UnitScales {
   int units_ = 0, unit_ = 0;  // of a group
 };
 
+#if VECTOR_BYTES == 64
+// The same of e2m1 as they are stored, four of a unit: what reads them beforehand takes a tenth of
+// the time of one row of x.
+class StoredScales {
+ public:
+  StoredScales() = default;
+  INLINE StoredScales(const Dots& call, int w, int)
+      : next_(call.exponents + static_cast<int64_t>(w) * call.groups) {
+    // of the next row
+    for (int64_t i = 0; i < call.groups; i += 64) {
+      __builtin_prefetch(next_ + call.groups + i, 0, 2);
+    }
+  }
+  INLINE Vec next() {
+    int32_t four;
+    std::memcpy(&four, next_, 4);
+    next_ += 4;
+    // each in the highest byte of its lanes, then in the exponent of a float
+    const __m512i order = (__m512i)(0x00808080 + 0x01000000 * (lane_index() / 4));
+    const __m512i bytes = _mm512_shuffle_epi8(_mm512_set1_epi32(four), order);
+    // zero is 2^-127, the first operand, and infinity NaN
+    constexpr int kAsItIs = 1, kNan = 3, kOne = 3, kInfinity = 5, kPositive = 7;
+    const __m512i table =
+        _mm512_set1_epi32(kAsItIs << 4 * kOne | kNan << 4 * kInfinity | kAsItIs << 4 * kPositive);
+    return _mm512_fixupimm_ps(_mm512_set1_ps(0x1p-127f), (__m512)_mm512_srli_epi32(bytes, 1), table,
+                              0);
+  }
+
+ private:
+  const uint8_t* next_ = nullptr;
+};
+#endif
+
 // f(PARTS) of UnitScales, for units of UNIT values. Of e4m3 g++ 12 makes one row of x a fifth
 // slower where the parts that it never has are left out.
 template <class Format, int UNIT, typename F>
@@ -148,10 +181,9 @@ template <class Unit, int PARTS, int WEIGHTS, int ROWS>
 INLINE void dots_int16_tile(const Dots& call, int w, int apart, int i) {
   const uint8_t* p = call.weight + w * call.stride;
   const int64_t next_row = apart * call.stride;
-  UnitScales<PARTS> scales[WEIGHTS];
-  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-    scales[k] = UnitScales<PARTS>(call, w + k * apart, kInt16Unit);
-  }
+  using Scales = typename Unit::template Scales<PARTS>;
+  Scales scales[WEIGHTS];
+  UNROLL for (int k = 0; k < WEIGHTS; ++k) scales[k] = Scales(call, w + k * apart, kInt16Unit);
   const Int16Rows<Unit, ROWS> x(call, i);
   NextRows<WEIGHTS> next(call, w, apart);
   Vec total[WEIGHTS][ROWS] = {};
@@ -237,12 +269,14 @@ void dots_int16(const Dots& call) {
 //   kBytes, kBytesOfX       of a unit
 //   kMost                   the largest |value| of x
 //   kTimes                  how many times its products count
+//   Scales<PARTS>           reads those of the weight; kStoredScales: as they are stored
 //   arrange(values, to)     writes a unit of x
 //   products(x)             with a unit of x: sums of which each lane belongs to one group
 template <class Format, template <class> class UNIT>
 constexpr DotsKernels kInt16 = {.fits = fits_int16,
                                 .prepare = prepare_int16<Format, UNIT<Format>>,
-                                .dots = dots_int16<Format, UNIT<Format>>};
+                                .dots = dots_int16<Format, UNIT<Format>>,
+                                .stored_scales = UNIT<Format>::kStoredScales};
 
 template <template <class> class UNIT>
 constexpr DotsKernels kInt16Dots[kWeightFormats] = {

@@ -62,9 +62,10 @@ class StoredWeight {
   void widen_bf16(int64_t expert, int64_t first, int64_t rows, int64_t stride,
                   AlignedVector<float>& scales, uint16_t* to) const;
 
-  // The operand of the kernels for some rows; `scales` keeps theirs.
-  cpu::Dots operand(int64_t expert, int64_t first, int64_t rows,
-                    AlignedVector<float>& scales) const;
+  // The operand of the kernels for some rows; `scales` keeps theirs, unless kernels read them as
+  // they are stored.
+  cpu::Dots operand(int64_t expert, int64_t first, int64_t rows, AlignedVector<float>& scales,
+                    bool stored_scales = false) const;
 
  private:
   const WeightFacts& facts() const { return kWeightFacts[format_]; }

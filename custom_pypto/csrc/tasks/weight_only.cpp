@@ -17,9 +17,7 @@ namespace custom_pypto {
 namespace {
 
 // of a weight, per task
-constexpr int64_t kRowsOfDots = 16, kMostOfDots = 4;
-// of a weight, whose scales as floats leave x in the level-1 cache
-constexpr int64_t kRowsOfCall = 32;
+constexpr int64_t kRowsOfDots = 16, kMostOfDots = 8;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
@@ -111,15 +109,12 @@ class StoredWay {
       kernels().add_rows(weight_.bfloat16(group.expert, task.first), weight_.column_stride(), x,
                          group.count, weight_.depth(), task.rows, out);
     } else {
-      for (int64_t r = 0; r < task.rows; r += kRowsOfCall) {
-        const int64_t rows = std::min(kRowsOfCall, task.rows - r);
-        cpu::Dots call = weight_.operand(group.expert, task.first + r, rows, scratch.scales);
-        call.x = x;
-        call.m = group.count;
-        call.out = out;
-        dots_.dots(call);
-        for (int64_t i = 0; i < group.count; ++i) out[i] += rows;
-      }
+      cpu::Dots call =
+          weight_.operand(group.expert, task.first, task.rows, scratch.scales, dots_.stored_scales);
+      call.x = x;
+      call.m = group.count;
+      call.out = out;
+      dots_.dots(call);
     }
     for (int64_t i = 0; i < group.count; ++i) {
       narrow(scratch.out.data() + i * task.rows, task.rows,
