@@ -17,6 +17,7 @@ constexpr Kernels kernel_table(const char* name, DotsTable dots = nullptr) {
           .index = index_f32,
           .attend = attend_f32,
           .multiply = multiply_f32,
+          .dot = dot_f32,
           .probabilities = probabilities_f32,
           .head_sums = head_sums_f32,
           .index_scores = index_scores_f32,

@@ -292,6 +292,7 @@ struct Kernels {
   void (*attend)(const Chunk<float>&, const AttendPanel<float>* panels, int count,
                  const AttendScratch&);
   void (*multiply)(const Product&);
+  float (*dot)(const float* a, const float* b, int64_t n);  // a . b
   void (*probabilities)(const Probabilities&);
   void (*head_sums)(const HeadSums&);
   void (*index_scores)(const IndexScores&);

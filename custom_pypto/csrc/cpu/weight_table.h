@@ -8,6 +8,21 @@
 namespace custom_pypto::cpu {
 namespace {
 
+// a . b
+float dot_f32(const float* a, const float* b, int64_t n) {
+  constexpr int kStep = 4 * kLanes;
+  Vec sums[4] = {};
+  int64_t i = 0;
+  for (; i + kStep <= n; i += kStep) {
+    UNROLL for (int s = 0; s < 4; ++s) {
+      sums[s] += load(a + i + s * kLanes) * load(b + i + s * kLanes);
+    }
+  }
+  float sum = sum_of(sums[0] + sums[1] + (sums[2] + sums[3]));
+  for (; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
 template <class Format>
 void widen(const Dots& call, int w, float* to) {
   each_unit<Format>(call, w, [&](int64_t d, const Vec* unit) INLINED {

@@ -30,7 +30,7 @@ void norm(const Tensor& x, const OptionalTensor& weight, float eps, const Tensor
       T* y = to + row * dims;
       float* v = values.data();
       widen(from + row * rows.stride(0), dims, v);
-      float norm = 1.0f / std::sqrt(dot(v, v, dims) / dims + eps);
+      float norm = 1.0f / std::sqrt(kernels().dot(v, v, dims) / dims + eps);
       if (!weight) norm = rounded<T>(norm);
       for (int64_t i = 0; i < dims; ++i) v[i] *= norm;
       if (rounds_first) {

@@ -40,21 +40,6 @@ float rounded(float x) {
   return static_cast<float>(static_cast<T>(x));
 }
 
-// a . b, in an order of sums that the compiler can vectorize
-inline float dot(const float* a, const float* b, int64_t n) {
-  constexpr int kLanes = 16;
-  float lanes[kLanes] = {};
-  const int64_t whole = n - n % kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) lanes[j] += a[i + j] * b[i + j];
-  }
-  for (int64_t i = whole; i < n; ++i) lanes[i - whole] += a[i] * b[i];
-  for (int width = kLanes / 2; width; width /= 2) {
-    for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
-  }
-  return lanes[0];
-}
-
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 }  // namespace custom_pypto

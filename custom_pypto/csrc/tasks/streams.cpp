@@ -34,7 +34,6 @@ void normalize_columns(float* x, int64_t n, float eps, float* sums) {
 
 // that read a weight together, while they are in a cache
 constexpr int64_t kTokens = 4;
-constexpr int64_t kParts = 4;  // of the weight, for threads that have no tokens of their own
 
 // products[token][w] of the normed streams and row w of the weight
 template <typename T>
@@ -42,7 +41,9 @@ AlignedVector<float> project(const T* streams, int64_t tokens, const StreamWeigh
   const int64_t width = weights.weight.size(0), dims = weights.weight.size(1);
   const float* weight = weights.weight.const_data_ptr<float>();
   AlignedVector<float> products(tokens * width);
-  const int64_t groups = (tokens + kTokens - 1) / kTokens, parts = groups < kParts ? kParts : 1;
+  const int64_t groups = (tokens + kTokens - 1) / kTokens;
+  // of the weight, for threads that have no tokens of their own
+  const int64_t threads = at::get_num_threads(), parts = groups < threads ? threads : 1;
   run_tasks(
       groups * parts, [&] { return AlignedVector<float>(kTokens * dims); },
       [&](AlignedVector<float>& x, int64_t task) {
@@ -52,12 +53,12 @@ AlignedVector<float> project(const T* streams, int64_t tokens, const StreamWeigh
         widen(streams + first * dims, count * dims, x.data());
         for (int64_t t = 0; t < count; ++t) {
           const float* row = x.data() + t * dims;
-          const float square = dims == 0 ? 1.0f : dot(row, row, dims) / dims;
+          const float square = dims == 0 ? 1.0f : kernels().dot(row, row, dims) / dims;
           norms[t] = 1.0f / std::sqrt(square + weights.norm_eps);
         }
         for (int64_t w = part * width / parts; w < (part + 1) * width / parts; ++w) {
           for (int64_t t = 0; t < count; ++t) {
-            const float product = dot(x.data() + t * dims, weight + w * dims, dims);
+            const float product = kernels().dot(x.data() + t * dims, weight + w * dims, dims);
             products[(first + t) * width + w] = norms[t] * product;
           }
         }
