@@ -69,6 +69,7 @@ def load(
     weights: Weights = None,
     memory: str | int | None = None,
     mtp: bool = False,
+    activations: Literal["int8"] | None = None,
     revision: str | None = None,
     **others: NoReturn,
 ) -> PreTrainedModel:
@@ -112,6 +113,9 @@ def load(
         mtp: also load the layer for multi-token prediction, with which
             ``model.generate(ids, use_mtp=True)`` drafts tokens: docs/drafts.md. Not for a part of
             the layers.
+        activations: ``"int8"``: layers and experts with weights in int8 round each row that they
+            multiply to int8, too, where there are more than 16 tokens, as in a prompt (W8A8). With
+            AMX that takes less time. docs/weight_only_linear.md has times and errors. None: not.
         revision: branch, tag or commit of a repository; None: its main branch.
         others: none; those of transformers' ``from_pretrained`` are rejected with what to pass
             instead.
@@ -139,9 +143,8 @@ def load(
     """
     if others:
         check_keywords(load.__kwdefaults__ or (), others)
-    asked = Request.of(
-        dtype, num_hidden_layers, device, tensor_parallel, expert_parallel, weights, memory, mtp
-    )
+    ways = tensor_parallel, expert_parallel
+    asked = Request.of(dtype, num_hidden_layers, device, *ways, weights, memory, mtp, activations)
     source = hub.find("load: path", path, revision)
     plan = plan_for(source, asked)
     plan.check()

@@ -337,6 +337,11 @@ def check_invariant(model, paged: type, training: str, context_parallel: bool) -
                 f"{CALLER} for a model that ranks share, got True and {name}; load the model "
                 "without tensor_parallel, expert_parallel and FSDP"
             )
+        if getattr(module, "int8_x", False):
+            raise ValueError(
+                f"{CALLER} for a model that rounds activations, which depends on the number of "
+                f"tokens, got True and {name}; load the model without activations"
+            )
         if hasattr(module, "streamed"):
             raise ValueError(
                 f"{CALLER} for a model whose experts are in its files, got True and {name}; load "

@@ -310,10 +310,12 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)
 
 
-def of_groups(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+def of_groups(
+    x: Tensor, weight: Tensor, scales: Tensor | None = None, int8_x: bool = False
+) -> Tensor:
     """``[.., G, N]``: rows ``[.., G, K]`` times the weight of their group, of ``[G, N, K]``."""
     groups = torch.arange(len(weight), device=x.device).expand(x.shape[:-1])
-    return custom_pypto.weight_only_linear(x, weight, scales, experts=groups)
+    return custom_pypto.weight_only_linear(x, weight, scales, experts=groups, int8_x=int8_x)
 
 
 def multiplies(layer: nn.Linear, x: Tensor) -> bool:

@@ -7,10 +7,24 @@ from torch.nn.functional import pad
 from ..weight_formats import WEIGHT_FORMATS, values_of, weight_format_of
 from .checks import ROUNDING
 
+EXACT_TOKENS = 16  # which are never rounded to int8
+
 
 def matrix_of(weight: Tensor, scales: Tensor | None, block_size: int) -> Tensor:
     """In float64; without scales values are what they are."""
     return (weight if scales is None else values_of(weight, scales, block_size)).double()
+
+
+def rows_of(x: Tensor, experts: Tensor | None, int8_x: bool) -> Tensor:
+    """In float64, rounded to int8 where the op does that."""
+    tokens = x.numel() // x.size(-1) if experts is None else experts.numel() // experts.size(-1)
+    if not int8_x or tokens <= EXACT_TOKENS:
+        return x.double()
+    rows = x.float()
+    largest = rows.abs().amax(-1, keepdim=True)
+    factor = torch.full_like(largest, 127) / largest  # not the product with a reciprocal
+    steps = (rows * factor.masked_fill(largest <= 1e-30, 0)).round()
+    return steps.double() * (largest / 127).double()
 
 
 def weight_only_linear(
@@ -20,11 +34,11 @@ def weight_only_linear(
     *,
     experts: Tensor | None = None,
     block_size: int = 128,
+    int8_x: bool = False,
 ) -> Tensor:
-    matrix = matrix_of(weight, scales, block_size)
+    matrix, rows = matrix_of(weight, scales, block_size), rows_of(x, experts, int8_x)
     if experts is None:
-        return (x.double() @ matrix.mT).to(x.dtype)
-    rows = x.double()
+        return (rows @ matrix.mT).to(x.dtype)
     if experts.dim() == x.dim():
         rows = rows.unsqueeze(-2).expand(*experts.shape, x.size(-1))
     exists = (experts >= 0) & (experts < len(matrix))
@@ -48,7 +62,10 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
             experts = torch.randint(-1, 7, (20, 3), generator=g)
             x = torch.randn(20, 128, generator=g).to(dtype)
             arguments = dict(x=x, weight=weight, scales=scales, experts=experts)
-            yield dtype, f"{kind} [6, 64, 128], 20 rows, 3 experts of 6", arguments
+            shape = f"{kind} [6, 64, 128], 20 rows, 3 experts of 6"
+            yield dtype, shape, arguments
+            if form.dtype == torch.int8:
+                yield dtype, f"{shape}, x in int8", arguments | {"int8_x": True}
 
 
 def step_of_operands(call: dict) -> float:
@@ -56,6 +73,8 @@ def step_of_operands(call: dict) -> float:
     x, weight, scales, experts = (call.get(name) for name in ("x", "weight", "scales", "experts"))
     if scales is None:
         return 0.0
+    if call.get("int8_x"):  # integers, or floats whose values share a scale as below
+        return 256**0.5 / (2 * 32601)
     rows = x.numel() // x.size(-1) if experts is None else experts.numel()
     if x.dtype == torch.bfloat16 and rows > 6:
         return 2**-9  # a CPU with instructions for bfloat16 rounds the weight to it
@@ -71,7 +90,8 @@ def step_of_operands(call: dict) -> float:
 def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
     """In units of what is allowed, by the norms of the row of x and of the weight's row; infinite
     where only one of the two is finite."""
-    x, experts = theirs["x"].double(), theirs.get("experts")
+    experts = theirs.get("experts")
+    x = rows_of(theirs["x"], experts, theirs.get("int8_x", False))
     weight, scales = theirs["weight"], theirs.get("scales")
     matrix = matrix_of(weight, scales, theirs.get("block_size", 128))
     parts = matrix.abs()

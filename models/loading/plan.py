@@ -44,7 +44,13 @@ from ..streaming.model import start as stream
 from ..weights import published
 from ..weights.choice import PARTS, STORED, check_stored, kinds_of
 from ..weights.in_transformers import StoredWeights, stored_kinds
-from ..weights.modules import SCALE, convert, drop_experts, stored_parameters
+from ..weights.modules import (
+    SCALE,
+    convert,
+    drop_experts,
+    round_activations,
+    stored_parameters,
+)
 from ..weights.on_disk import OnDisk
 from .checkpoint import Checkpoint, check_shards, first_layers
 from .parameters import Parameter, dtypes_of, parameters
@@ -85,6 +91,7 @@ class Plan:
             place = own_device()
             facts = facts_of_files(self.config, self.checkpoint.tensors)
             facts |= {"dtype": self.dtype, "weights": asked.weights}
+            facts["activations"] = asked.activations
             if self.generation_config is not None:
                 facts |= facts_of_config(self.generation_config, "generation_config.json")
             facts |= {
@@ -145,6 +152,8 @@ class Plan:
         if self.streamed:
             counts = slots_of(self.streamed, self.request.memory - self.nbytes())
             stream(model, self.reader, self.checkpoint.parts, self.streamed, counts)
+        if self.request.activations is not None:
+            round_activations(model)
         return model if self.sharing else model.to(check_device(self.request.device))
 
 
@@ -187,6 +196,11 @@ def plan_for(source: Directory, asked: Request) -> Plan:
     chosen = {} if saved else kinds_of(skeleton, asked.weights, checkpoint.dtypes(), dtypes)
     own = parameters(skeleton, checkpoint, reader, dtypes, chosen)
     kinds = saved or chosen
+    if asked.activations is not None and "int8" not in kinds.values():
+        raise ValueError(
+            "load: activations must be None for a model without weights in int8, got "
+            f"{asked.activations!r}; pass weights='int8'"
+        )
     own_experts = part_of_rank if asked.expert_parallel else lambda count: slice(None)
     groups, streamed, in_files = groups_of(skeleton, kinds, own_experts), {}, {}
     convert(skeleton, kinds)

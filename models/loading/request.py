@@ -35,6 +35,31 @@ def check_memory_option(memory: str | int | None) -> int | None:
     return int(number * unit)
 
 
+def check_activations(
+    activations: str | None, weights: dict[str, str | None], memory: int | None
+) -> None:
+    """The option ``activations`` of :func:`models.load`.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    if activations not in (None, "int8"):
+        raise ValueError(f"load: activations must be 'int8' or None, got {activations!r}")
+    if activations is None:
+        return
+    if memory is not None:
+        raise ValueError(
+            "load: activations must be None with memory, whose experts in files are not "
+            f"multiplied by rounded activations, got {activations!r}; omit one of them"
+        )
+    formats = [kind for kind in weights.values() if kind is not None]
+    if formats and "int8" not in formats:
+        raise ValueError(
+            f"load: activations must be None for weights in {', '.join(dict.fromkeys(formats))}, "
+            f"got {activations!r}; pass weights='int8'"
+        )
+
+
 @dataclass
 class Request:
     """The arguments of ``load``, validated."""
@@ -47,6 +72,7 @@ class Request:
     weights: dict[str, str | None]  # of experts and of the rest
     memory: int | None  # bytes for weights; None: the whole model is in memory
     mtp: bool = False  # with the layer that drafts
+    activations: str | None = None  # what layers in int8 round theirs to
 
     @classmethod
     def of(
@@ -59,6 +85,7 @@ class Request:
         weights: Weights,
         memory: str | int | None,
         mtp: bool = False,
+        activations: str | None = None,
     ) -> "Request":
         """
         Raises:
@@ -80,8 +107,9 @@ class Request:
                 "load: device must be None or 'cpu' with memory, which says how much of a model is "
                 f"in that of this machine, got {device!r}; omit one of them"
             )
+        check_activations(activations, formats, limit)
         ways = tensor_parallel, expert_parallel
-        return cls(wanted, num_hidden_layers, device, *ways, formats, limit, mtp)
+        return cls(wanted, num_hidden_layers, device, *ways, formats, limit, mtp, activations)
 
     @property
     def shared(self) -> bool:

@@ -3,6 +3,7 @@
 Shapes: T tokens, E experts, k experts of a token, I intermediate size.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,9 @@ def matrices(weight: Tensor) -> Tensor:
 class StoredLinear(nn.Module):
     """A linear layer whose weight is in one of ``WEIGHT_FORMATS``."""
 
+    #: whether rows of more than a few tokens are rounded to int8, too
+    int8_x = False
+
     def __init__(self, linear: nn.Linear, kind: str):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -63,7 +67,8 @@ class StoredLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         check_no_gradient(x, self.kind)
         own = self._parameters  # nn.Module's lookups are slow
-        y = custom_pypto.weight_only_linear(x, matrices(own["weight"]), own["weight_scale"])
+        weight, scales = matrices(own["weight"]), own["weight_scale"]
+        y = custom_pypto.weight_only_linear(x, weight, scales, int8_x=self.int8_x)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -81,7 +86,8 @@ class StoredGroupedLinear(StoredLinear):
         check_no_gradient(x, self.kind)
         rows = self.n_groups, -1
         weight, scales = matrices(self.weight).unflatten(0, rows), self.weight_scale
-        return of_groups(x, weight, None if scales is None else scales.unflatten(0, rows))
+        scales = None if scales is None else scales.unflatten(0, rows)
+        return of_groups(x, weight, scales, self.int8_x)
 
 
 def store(module: nn.Module, name: str, kind: str, shape: list[int]) -> None:
@@ -156,7 +162,11 @@ def stored_experts(
     up, down = (
         (matrices(getattr(self, name)), getattr(self, name + SCALE)) for name in EXPERT_WEIGHTS
     )
-    return layer_ops.experts(hidden_states, up, down, top_k_index, top_k_weights, self._apply_gate)
+    int8_x = getattr(self, "int8_x", False)
+    product = functools.partial(custom_pypto.weight_only_linear, int8_x=int8_x)
+    return layer_ops.experts(
+        hidden_states, up, down, top_k_index, top_k_weights, self._apply_gate, product
+    )
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, stored_experts)
@@ -180,6 +190,13 @@ def convert(model: nn.Module, kinds: dict[str, str]) -> None:
             store(module, weight, kind, shape)
     if of_experts:
         model.set_experts_implementation(EXPERTS)
+
+
+def round_activations(model: nn.Module) -> None:
+    """Lets layers and experts with weights in int8 round what they multiply, too (W8A8)."""
+    for module in model.modules():
+        if getattr(module, "kind", None) == "int8":
+            module.int8_x = True
 
 
 def drop_experts(model: nn.Module, own: dict[str, int]) -> None:

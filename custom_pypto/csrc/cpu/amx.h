@@ -13,6 +13,7 @@
 
 #include "ahead.h"
 #include "avx512_bf16.h"
+#include "tile_int8.h"
 #include "tile_products.h"
 #include "tile_weights.h"
 #include "tiles.h"
@@ -334,6 +335,8 @@ const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
                                   .widen = kWidenBf16,
                                   .stored = kStoredTiles,
                                   .sum_groups = sum_groups_amx,
+                                  .round_panel = round_panel_amx,
+                                  .multiply_int8 = multiply_int8_amx,
                                   .enter = tile::enter,
                                   .leave = tile::leave};
 

@@ -186,6 +186,23 @@ struct StoredProduct {
 
 using StoredKernel = void (*)(const StoredProduct&);
 
+// out[i][w] = x[i] . weight[w] times the scales of both, of int8 rows of both.
+struct Int8Product {
+  const int8_t* weight;  // [n], `stride` apart
+  int64_t stride;
+  int n, depth;            // a multiple of 64, up to kMostInt8Depth
+  const float* scales;     // [n]
+  const uint32_t* panels;  // [depth / 4][16] quads of values of 16 rows of x, zeros behind the last
+  int64_t panel_stride;    // between panels
+  const float* x_scales;   // [width]
+  int m;                   // rows of x
+  int width;               // those of all panels
+  int32_t* sums;           // [n up to a multiple of 16][width], overwritten
+  uint16_t* const* out;    // [m]
+};
+
+constexpr int kMostInt8Depth = 1 << 17;  // whose sums fit in an integer
+
 // Of 16 heads of an indexer: which products are not zero or below, a bit each, and d_weights += the
 // sum over keys of d_scores * relu(products).
 struct ReluMasks {
@@ -268,6 +285,11 @@ struct Bf16Kernels {
   const StoredKernel* stored = nullptr;
   // to[group][row] = the sums of the values of the rows of a panel, [depth / 2][16]
   void (*sum_groups)(const uint32_t* panel, int depth, int group, float* to) = nullptr;
+  // rows of x rounded to int8 as a panel of Int8Product, and their scales, by way of [16][depth]
+  // values
+  void (*round_panel)(const uint16_t* rows, int64_t stride, int count, int depth, int8_t* values,
+                      uint32_t* panel, float* scales) = nullptr;
+  void (*multiply_int8)(const Int8Product&) = nullptr;
   // around the calls of index, attend and multiply of one thread; null: nothing to do
   void (*enter)() = nullptr;
   void (*leave)() = nullptr;

@@ -66,6 +66,7 @@ namespace {
 constexpr char kOp[] = "weight_only_linear", kInvariant[] = "invariant_linear";
 constexpr int64_t kMostBlock = 1024;
 constexpr int64_t kMostDepth = 1 << 30;  // kernels count in int
+constexpr int64_t kExactTokens = 16;     // whose rows are never rounded to int8
 
 void check_operands(const char* op, const Tensor& x, const Tensor& weight, bool experts) {
   const Argument first(op, "x", x), second(op, "weight", weight);
@@ -127,16 +128,20 @@ bool is_stored(const Tensor& weight) {
 
 template <bool computes>
 Tensor weight_only_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scales,
-                          const OptionalTensor& experts, int64_t block_size) {
+                          const OptionalTensor& experts, int64_t block_size, bool int8_x) {
   check_weight(kOp, x, weight, scales, experts.has_value(), block_size);
+  CHECK_ARGUMENT(!int8_x || weight.scalar_type() == at::kChar, kOp, "int8_x",
+                 "False for a weight that is not int8", "True");
   const Tensor out = output(kOp, x, weight, experts);
   if (computes && out.numel() != 0) {
+    const int64_t tokens = experts ? experts->numel() / experts->size(-1) : x.numel() / x.size(-1);
     weight_only({.x = x,
                  .weight = weight,
                  .scales = scales,
                  .experts = experts,
                  .block_size = block_size,
-                 .out = out});
+                 .out = out,
+                 .int8_x = int8_x && tokens > kExactTokens});
   }
   return out;
 }
@@ -175,7 +180,7 @@ Tensor invariant_linear(const Tensor& x, const Tensor& weight, const OptionalTen
 
 REGISTER_OP(weight_only_linear,
             "(Tensor x, Tensor weight, Tensor? scales=None, *, Tensor? experts=None, "
-            "int block_size=128) -> Tensor")
+            "int block_size=128, bool int8_x=False) -> Tensor")
 
 REGISTER_OP(invariant_linear,
             "(Tensor x, Tensor weight, Tensor? scales=None, *, Tensor? experts=None, "

@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "int8_panels.h"
 #include "packed_rows.h"
 #include "rounded_rows.h"
 #include "run_tasks.h"
@@ -130,7 +131,9 @@ class StoredWay {
   AlignedVector<char> prepared_;
 };
 
-// The weight in bfloat16, whole or a part at a time; x packed once for all tasks.
+// x packed once for all tasks, by Rows: PackedRows, whose weight is in bfloat16, whole or a part at
+// a time, or Int8Panels.
+template <typename Rows>
 class PackedWay {
  public:
   static constexpr int64_t kRowsOfTurn = kPartOfPackedRows;
@@ -160,8 +163,8 @@ class PackedWay {
       return group.count <= kFewTokens ? kRowsOfFewTokens : kRowsOfTokens;
     });
     run_tasks(
-        tasks.size(), [&] { return PackedRows::Scratch(packed_); },
-        [&](PackedRows::Scratch& scratch, int64_t t) {
+        tasks.size(), [&] { return typename Rows::Scratch(packed_); },
+        [&](typename Rows::Scratch& scratch, int64_t t) {
           const WeightTask& task = tasks[t];
           const Group& group = turn[task.group];
           scratch.rows.resize(group.count);
@@ -173,10 +176,10 @@ class PackedWay {
   }
 
  private:
-  static constexpr int64_t kPanel = PackedRows::kPanel;
+  static constexpr int64_t kPanel = Rows::kPanel;
 
   const WeightProduct<c10::BFloat16>& product_;
-  PackedRows packed_;
+  Rows packed_;
 };
 
 // The weight in the integers that it stores; x rounded to int16.
@@ -334,6 +337,22 @@ void multiply(const WeightOnlyParams& p) {
   constexpr bool kHalves = std::is_same_v<T, c10::BFloat16>;
   const WeightProduct<T> product(p);
   const StoredWeight& weight = product.weight();
+  if (p.int8_x) {
+    if constexpr (kHalves) {
+      if (Int8Panels::fit(weight)) {
+        return multiply<PackedWay<Int8Panels>>(product, product.groups());
+      }
+    }
+    const Tensor x = rounded_rows(p.x), out = p.out.to(at::kFloat);
+    multiply<float>({.x = x,
+                     .weight = p.weight,
+                     .scales = p.scales,
+                     .experts = p.experts,
+                     .block_size = p.block_size,
+                     .out = out});
+    p.out.copy_(out);
+    return;
+  }
   // the one way whose kernels sum each product by itself, whatever rows there are
   if (p.invariant) return multiply<StoredWay<T>>(product, product.groups(), kPartOfRows);
   const cpu::WeightWays& ways = ways_of(T{}, weight);
@@ -352,7 +371,7 @@ void multiply(const WeightOnlyParams& p) {
   multiply<StoredWay<T>>(product, stored);
   multiply<RoundedWay<T>>(product, rounded);
   if constexpr (kHalves) {
-    multiply<PackedWay>(product, packed);
+    multiply<PackedWay<PackedRows>>(product, packed);
     if (ways.in_bfloat16) return multiply<WidenedWay<T, T>>(product, widened);
   }
   multiply<WidenedWay<T, float>>(product, widened);

@@ -13,6 +13,7 @@ struct WeightOnlyParams {
   int64_t block_size;
   Tensor out;              // [.., N] or [.., k, N], contiguous
   bool invariant = false;  // the bits of a row do not depend on how many there are
+  bool int8_x = false;     // x is rounded to int8, each row with a scale
 };
 
 void weight_only(const WeightOnlyParams& p);
