@@ -9,6 +9,8 @@ runs the same graph without them, as long as :class:`Known` finds all that they 
 """
 
 import copy
+import functools
+import hashlib
 from contextvars import ContextVar
 from itertools import chain
 from operator import is_
@@ -157,18 +159,26 @@ def described(x):
     return x
 
 
+@functools.cache
+def schemas() -> str:
+    """Of all ops, as a digest: the C++ of graphs that torch keeps on the disk calls ops by the
+    arguments that they had."""
+    found = (str(x) for x in torch._C._jit_get_all_schemas() if x.name.startswith("custom_pypto"))
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
+
+
 class Steps:
     """The steps of one ``generate()``, whose layers are compiled."""
 
     def __init__(self, regions: Regions):
         self.regions = regions
         self.known: dict[LayerCall, Known] = {}
-        # values of the last layer's arguments by name, described: those of a step are one object
+        # the last layer's arguments by name, described: those of a step are the same objects
         self.latest: tuple[list, tuple] = [], ()
 
     def described(self, args: tuple, kwargs: dict) -> tuple:
         """Inputs of a layer."""
-        values, (before, inputs) = list(kwargs.values()), self.latest
+        values, (before, inputs) = [*kwargs, *kwargs.values()], self.latest
         if len(values) != len(before) or not all(map(is_, values, before)):
             inputs = described(kwargs)
             self.latest = values, inputs
@@ -182,7 +192,11 @@ class Steps:
         if (known := self.known.get(call)) is not None and known.fits(inputs, rows):
             return known.graph(call.layer, args, kwargs)
         _latest.set(None)
-        with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+        tag = f"{torch.compiler.config.cache_key_tag}custom_pypto {schemas()}"
+        with (
+            torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS),
+            torch.compiler.config.patch(cache_key_tag=tag),
+        ):
             result = self.regions.call(call.layer, args, kwargs)
         if (graph := _latest.get()) is not None:
             self.known[call] = Known.of(graph, inputs, rows, call.layer, call.text.config)

@@ -60,9 +60,12 @@ def test_a_prompt_is_continued_on_the_ops_and_standard_output_has_the_text_alone
     assert said.startswith("custom_pypto:\nred\ntransformers:\nred\n\n")
 
 
-@pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
-def test_a_prompt_is_continued_with_quantized_weights(weights, run_example):
-    report = generate(run_example, "--prompt", f"{FACTS} otter?", "--weights", weights)
+@pytest.mark.parametrize(
+    "weights, more",
+    [("stored", []), ("int8", []), ("int8", ["--activations", "int8"]), ("int4", [])],
+)
+def test_a_prompt_is_continued_with_quantized_weights(weights, more, run_example):
+    report = generate(run_example, "--prompt", f"{FACTS} otter?", "--weights", weights, *more)
     assert report["results"][0]["answers"] == [["red"]]
     assert report["weights"] == ("bfloat16" if weights == "stored" else weights)
 

@@ -27,7 +27,7 @@ from custom_pypto import models
 from custom_pypto.models import CACHE
 from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.patched import patched_attentions, text_model
-from custom_pypto.models.regions import Regions
+from custom_pypto.models.regions import Regions, schemas
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 
@@ -320,6 +320,19 @@ def test_a_step_in_another_state_of_torch_finds_its_graphs_anew(state, monkeypat
     with state():
         assert steps.run() == 2
     assert steps.run() in (0, 2)
+
+
+def test_graphs_on_the_disk_are_of_the_ops_schemas():
+    tags = []
+
+    def backend(graph, inputs):
+        tags.append(torch.compiler.config.cache_key_tag)
+        return graph
+
+    with torch.compiler.config.patch(cache_key_tag="of a user, "):
+        continued_by(patched_model(**TWO_LAYERS), 3, **layers_compiled(backend))
+    assert tags and set(tags) == {f"of a user, custom_pypto {schemas()}"}
+    assert torch.compiler.config.cache_key_tag == ""
 
 
 def compiled_by_torch(kind):
