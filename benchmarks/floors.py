@@ -2,7 +2,9 @@
 bfloat16.
 
 ``avx512_bf16``: measured on AMD EPYC; ``avx2``: on one of Zen 3. ``amx``: of a prototype on one
-Intel CPU, with slack.
+Intel CPU, with slack; attention of a few tokens at 0.8 of what a Granite Rapids at 4 GHz gave,
+whose torch.mm is faster, while sums of attention and cached rows pass through its level-2 cache as
+before.
 """
 
 from typing import Any
@@ -20,11 +22,11 @@ OPS: dict[tuple, dict[str, Any]] = {
     ("indexer", 4, 65536): dict(avx512_bf16=(0.95, None), amx=(0.85, 1.10)),
     ("indexer", 256, 8192): dict(avx512_bf16=(1.00, None), amx=(0.85, 1.30)),
     ("attention", 64, 128, 8192): dict(avx512_bf16=(0.93, None), amx=(0.75, 1.10)),
-    ("attention", 4, 128, 65536): dict(avx512_bf16=(0.83, None), amx=(0.48, 0.75)),
-    ("attention", 1, 128, 65536): dict(avx512_bf16=(0.78, None), amx=(0.30, 0.50)),
-    ("attention", 4, 64, 65536): dict(avx512_bf16=(0.78, None), amx=(0.33, 0.45)),
-    ("attention", 4, 32, 65536): dict(avx512_bf16=(0.67, None), amx=(0.19, 0.25)),
-    ("attention", 4, 16, 65536): dict(avx512_bf16=(0.42, 0.50), amx=(0.10, 0.14)),
+    ("attention", 4, 128, 65536): dict(avx512_bf16=(0.83, None), amx=(0.31, 0.75)),
+    ("attention", 1, 128, 65536): dict(avx512_bf16=(0.78, None), amx=(0.18, 0.50)),
+    ("attention", 4, 64, 65536): dict(avx512_bf16=(0.78, None), amx=(0.22, 0.45)),
+    ("attention", 4, 32, 65536): dict(avx512_bf16=(0.67, None), amx=(0.12, 0.25)),
+    ("attention", 4, 16, 65536): dict(avx512_bf16=(0.42, 0.50), amx=(0.08, 0.14)),
 }
 
 # as OPS; of the sets that multiply bfloat16 only AMX was at hand
@@ -33,9 +35,9 @@ PROMPTS: dict[tuple, dict[str, Any]] = {
     ("prompt", 2048, 128): dict(amx=(0.55, 0.60)),
 }
 
-# at most, of torch.topk's time, of random and of ascending scores, three to four times what a Zen 5
-# (avx512_bf16) took beside other work
-TOP_K = {False: 0.1, True: 0.03}
+# at most, of torch.topk's time, of random and of ascending scores: what a Zen 5 (avx512_bf16) and a
+# Granite Rapids (amx) took beside other work, and a third more
+TOP_K = {False: 0.12, True: 0.04}
 
 # speedup over the bfloat16 op on the same rows in int8, in one run; attention is not slower, what
 # int8 saves is memory. No floor with AMX: only the bfloat16 op has tiles there

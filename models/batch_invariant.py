@@ -211,6 +211,12 @@ def rejected(name: str) -> Callable:
     return reject
 
 
+def stored_linear(*args, int8_x: bool = False, **kwargs) -> Tensor:
+    if int8_x:
+        raise unknown("weight_only_linear with int8_x")
+    return layer_ops.invariant_linear(*args, **kwargs)
+
+
 ops = torch.ops.custom_pypto
 sigmoid = activation("sigmoid", torch.sigmoid)
 silu = activation("silu", functional.silu)
@@ -229,7 +235,7 @@ FUNCTIONS: dict[Callable, Callable] = {
     functional.softmax: softmax,
     torch.rsqrt: rsqrt,
     Tensor.rsqrt: rsqrt,
-    ops.weight_only_linear.default: layer_ops.invariant_linear,
+    ops.weight_only_linear.default: stored_linear,
     ops.npu_sparse_flash_attention_pto.default: attention,
     ops.npu_sparse_flash_attention_pto.softmax_lse: ops.npu_sparse_flash_attention_pto.by_token,
     ops.npu_kv_quant_sparse_flash_attention_pto.default: (

@@ -38,11 +38,10 @@ def kernels():
     convert = torch.ops.custom_pypto.convert_weight.default
     own = {op: get_kernel(op, "CPU") for op in (linear, convert)}
 
-    def product(keys, x, weight, scales=None, *, experts=None, block_size=128):
+    def product(keys, x, weight, scales=None, *, experts=None, block_size=128, int8_x=False):
         if not is_own(weight, scales):
-            return own[linear].call_boxed(
-                keys, x, weight, scales, experts=experts, block_size=block_size
-            )
+            others = dict(experts=experts, block_size=block_size, int8_x=int8_x)
+            return own[linear].call_boxed(keys, x, weight, scales, **others)
         matrix = values_of(weight, scales).to(x.dtype)
         if experts is None:
             return x @ matrix.mT

@@ -64,7 +64,7 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
             arguments = dict(x=x, weight=weight, scales=scales, experts=experts)
             shape = f"{kind} [6, 64, 128], 20 rows, 3 experts of 6"
             yield dtype, shape, arguments
-            if form.dtype == torch.int8:
+            if kind == "int8":
                 yield dtype, f"{shape}, x in int8", arguments | {"int8_x": True}
 
 

@@ -175,6 +175,7 @@ def window_rows(m: Maker) -> dict:
 
 def invariant_linear(m: Maker) -> dict:
     call = weight_only_linear.random_call(m)
+    call.pop("int8_x", None)
     if call["scales"] is None:  # K may be any number, and the weight any floats
         depth = m.rng.choice([1, 3, 17, 32, 300])
         shape = *call["weight"].shape[:-1], depth

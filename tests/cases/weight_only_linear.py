@@ -108,7 +108,10 @@ def random_call(m: Maker) -> dict:
         if rng.random() < 0.5:
             tokens = [*shape]
     call["x"] = m.tensor((*tokens, dim))
-    return call | stored(m, lead, rows, dim, block_size)
+    call |= stored(m, lead, rows, dim, block_size)
+    if call["weight"].dtype == torch.int8:
+        call["int8_x"] = rng.random() < 0.5
+    return call
 
 
 def rejected() -> list:
