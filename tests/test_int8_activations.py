@@ -186,3 +186,7 @@ def test_a_batch_invariant_model_cannot_have_them(saved):
     model = models.load(saved, weights="int8", activations="int8")
     with pytest.raises(ValueError, match="rounds activations.*load the model without activations"):
         models.use_custom_pypto(model, batch_invariant=True)
+    model = models.use_custom_pypto(models.load(saved, weights="int8"), batch_invariant=True)
+    model.model.layers[0].self_attn.o_proj.int8_x = True
+    with pytest.raises(TypeError, match="must not call weight_only_linear with int8_x"):
+        logits(model, 4)

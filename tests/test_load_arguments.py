@@ -75,7 +75,7 @@ KEYWORDS = {
     "attn_implementation": "omit it: attention runs on the ops",
     "load_in_4bit": "pass weights='int4'$",
     "quantization_config": "omit it, or pass weights='int8' or 'int4'$",
-    "layers": "its keywords are device, dtype, expert_parallel, memory, mtp, ",
+    "layers": "its keywords are activations, device, dtype, expert_parallel, memory, mtp, ",
 }
 
 
