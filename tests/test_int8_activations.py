@@ -120,6 +120,13 @@ def wrong_at_the_end_of_memory() -> list:
     return wrong
 
 
+def test_one_row_has_one_expert_without_dims():
+    call = made(3, 70, 128, rows=1)
+    x, expert = call["x"][0], torch.tensor(2)
+    want = linear(**call | dict(x=call["x"], experts=expert[None, None]))[0, 0]
+    assert same_bits(linear(**call | dict(x=x, experts=expert)), want)
+
+
 def test_nothing_behind_a_tensor_is_read():
     assert in_a_process(wrong_at_the_end_of_memory) == []
 

@@ -212,7 +212,15 @@ def window_rows(
 
 
 # its bits are its own, its values are not
-invariant_linear = weight_only_linear
+def invariant_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None = None,
+    *,
+    experts: Tensor | None = None,
+    block_size: int = 128,
+) -> Tensor:
+    return weight_only_linear(x, weight, scales, experts=experts, block_size=block_size)
 
 
 def convert_weight(

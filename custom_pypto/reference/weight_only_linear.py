@@ -17,7 +17,9 @@ def matrix_of(weight: Tensor, scales: Tensor | None, block_size: int) -> Tensor:
 
 def rows_of(x: Tensor, experts: Tensor | None, int8_x: bool) -> Tensor:
     """In float64, rounded to int8 where the op does that."""
-    tokens = x.numel() // x.size(-1) if experts is None else experts.numel() // experts.size(-1)
+    tokens = x.numel() // max(1, x.size(-1))
+    if experts is not None:
+        tokens = experts.numel() // max(1, experts.size(-1)) if experts.dim() else 1
     if not int8_x or tokens <= EXACT_TOKENS:
         return x.double()
     rows = x.float()

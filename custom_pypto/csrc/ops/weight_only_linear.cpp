@@ -134,7 +134,8 @@ Tensor weight_only_linear(const Tensor& x, const Tensor& weight, const OptionalT
                  "False for a weight that is not int8", "True");
   const Tensor out = output(kOp, x, weight, experts);
   if (computes && out.numel() != 0) {
-    const int64_t tokens = experts ? experts->numel() / experts->size(-1) : x.numel() / x.size(-1);
+    const int64_t chosen = experts && experts->dim() ? experts->size(-1) : 1;
+    const int64_t tokens = experts ? experts->numel() / chosen : x.numel() / x.size(-1);
     weight_only({.x = x,
                  .weight = weight,
                  .scales = scales,
