@@ -260,7 +260,8 @@ def op_floors(threads: int, repeats: int) -> Iterator[Floor]:
             return share(case, times(case, torch.bfloat16, few(key, repeats)))
 
         yield Floor(f"{case.name}, floor {with_aim(*key)}", measure, least)
-    for ascending, most in floors.TOP_K.items():
+    amx = torch.ops.custom_pypto.cpu_isa() == "amx"
+    for ascending, most in (floors.TOP_K_OF_AMX if amx else floors.TOP_K).items():
         name = f"top-k 2048 of 128K, {'ascending' if ascending else 'random'}, of torch.topk's time"
         yield Floor(name, partial(top_k_share, ascending, repeats), most, at_least=False)
     key, least = AVX2_FLOOR

@@ -110,6 +110,13 @@ def test_bits_do_not_depend_on_threads():
     assert all(same_bits(one, bits[0]) for one in bits)
 
 
+def test_one_row_has_one_expert_without_dims():
+    call = made(3, 70, 128, rows=1)
+    x, expert = call["x"][0], torch.tensor(2)
+    want = linear(**call | dict(x=call["x"], experts=expert[None, None]))[0, 0]
+    assert same_bits(linear(**call | dict(x=x, experts=expert)), want)
+
+
 def wrong_at_the_end_of_memory() -> list:
     wrong = []
     for rows, columns, tokens in itertools.product((1, 17, 70), (64, 160, 576), (17, 40)):
@@ -118,13 +125,6 @@ def wrong_at_the_end_of_memory() -> list:
         if not same_bits(linear(**call | there), linear(**call)):
             wrong.append((rows, columns, tokens))
     return wrong
-
-
-def test_one_row_has_one_expert_without_dims():
-    call = made(3, 70, 128, rows=1)
-    x, expert = call["x"][0], torch.tensor(2)
-    want = linear(**call | dict(x=call["x"], experts=expert[None, None]))[0, 0]
-    assert same_bits(linear(**call | dict(x=x, experts=expert)), want)
 
 
 def test_nothing_behind_a_tensor_is_read():
