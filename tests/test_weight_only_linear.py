@@ -159,14 +159,31 @@ def test_blocks_that_end_early_equals_the_reference(rows, block_size):
 
 
 @ROWS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("group", [32, 64, 96, 128, 192, 256, 4224, 8448])
-def test_groups_of_4_bits_equals_the_reference(rows, group):
+def test_groups_of_4_bits_equals_the_reference(rows, group, dtype):
     g = torch.Generator().manual_seed(group)
     dim = max(group, 384) if 384 % group == 0 else group
     weight = torch.randint(256, (21, dim // 2), generator=g).to(torch.uint8)
     scales = torch.randn(21, dim // group, 2, generator=g).bfloat16()
-    x = torch.randn(rows, dim, generator=g)
+    x = torch.randn(rows, dim, generator=g).to(dtype)
     assert_equals_the_reference(dict(x=x, weight=weight, scales=scales))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 32, 33])
+@pytest.mark.parametrize("dim", [96, 160, 1056])
+def test_scales_of_e8m0_far_apart_equals_the_reference(rows, dim):
+    g = torch.Generator().manual_seed(rows)
+    weight = torch.randint(256, (75, dim // 2), generator=g).to(torch.uint8)
+    scales = torch.randint(60, 180, (75, dim // 32), generator=g).to(torch.uint8)
+    scales[0], scales[1], scales[2, 0], scales[3, 0] = 20, 230, 1, 239
+    scales[3, 1:] = 1  # below the range of bfloat16 beside 239
+    x = torch.randn(rows, dim, generator=g).bfloat16()
+    scales[70, 1] = 255
+    call = dict(x=x, weight=weight, scales=scales.view(torch.float8_e8m0fnu))
+    assert linear(**call)[:, 70].isnan().all()
+    scales[70, 1] = 0
+    assert_equals_the_reference(call)
 
 
 @KINDS

@@ -174,9 +174,11 @@ struct SoftmaxRows {
 
 // Rows of a stored weight times packed rows of x, in bfloat16: out[i][w] for i < m.
 struct StoredProduct {
-  Dots weight;             // all but x, m and out; n rows
-  const uint32_t* panels;  // [depth / 2][16] pairs of values of 16 rows of x, zeros behind the last
-  int64_t panel_stride;    // between panels
+  Dots weight;  // all but x, m and out; n rows
+  // [depth / 2][16] pairs of values of 16 rows of x, zeros behind the last; of up to kFewRows rows
+  // in the order of Bf16Kernels::arrange_few
+  const uint32_t* panels;
+  int64_t panel_stride;     // between panels
   const float* group_sums;  // [panel][group][16], of the values of x, if the weight has offsets
   int m;                    // rows of x
   int width;                // those of all panels
@@ -185,6 +187,9 @@ struct StoredProduct {
 };
 
 using StoredKernel = void (*)(const StoredProduct&);
+
+// Of so many rows of x products with values of e2m1 read Dots::exponents, not scales.
+constexpr int kFewRows = 32;
 
 // out[i][w] = x[i] . weight[w] times the scales of both, of int8 rows of both.
 struct Int8Product {
@@ -283,6 +288,7 @@ struct Bf16Kernels {
   void (*const* widen)(const Dots&, int w, uint16_t* to);
   // of each format, null: its values are widened first
   const StoredKernel* stored = nullptr;
+  void (*arrange_few)(WeightFormat, int group, uint32_t* panel, int depth) = nullptr;
   // to[group][row] = the sums of the values of the rows of a panel, [depth / 2][16]
   void (*sum_groups)(const uint32_t* panel, int depth, int group, float* to) = nullptr;
   // rows of x rounded to int8 as a panel of Int8Product, and their scales, by way of [16][depth]

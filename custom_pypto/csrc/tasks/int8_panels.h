@@ -43,7 +43,7 @@ class Int8Panels {
     scales_.resize(panels * kPanel);
   }
 
-  void pack(int64_t panel, const c10::BFloat16* rows, int64_t stride, int64_t count) {
+  void pack(int64_t panel, const c10::BFloat16* rows, int64_t stride, int64_t count, int64_t) {
     AlignedVector<int8_t> values(kPanel * weight_.depth());
     kernels_->round_panel(&rows->x, stride, static_cast<int>(count),
                           static_cast<int>(weight_.depth()), values.data(),

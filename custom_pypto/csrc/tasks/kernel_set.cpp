@@ -34,10 +34,12 @@ constexpr cpu::WeightPolicy kByVectors = {
 // torch.mm is as fast from the largest number on
 constexpr cpu::WeightWays kHalves = {.most_stored = 4, .most_packed = 256, .in_bfloat16 = true};
 constexpr cpu::WeightWays kTiles = {.most_stored = 4, .most_packed = 1024, .in_bfloat16 = true};
-constexpr cpu::WeightWays kTilesOfFp8 = {
+constexpr cpu::WeightWays kTilesOfFloats = {
     .most_stored = 2, .most_packed = 1024, .in_bfloat16 = true};
 constexpr cpu::WeightPolicy kByTiles = {
-    .float32 = {}, .float16 = {}, .bfloat16 = {kHalves, kTiles, kTilesOfFp8, kTiles, kTiles}};
+    .float32 = {},
+    .float16 = {},
+    .bfloat16 = {kHalves, kTiles, kTilesOfFloats, kTiles, kTilesOfFloats}};
 #endif
 
 #if defined(__x86_64__)

@@ -21,14 +21,16 @@ class PackedRows {
     if (sums_groups()) group_sums_.resize(panels * sums_of_panel());
   }
 
-  // Up to kPanel rows, `stride` elements apart.
-  void pack(int64_t panel, const c10::BFloat16* rows, int64_t stride, int64_t count) {
+  // Up to kPanel rows, `stride` elements apart, of `all` that the weight meets.
+  void pack(int64_t panel, const c10::BFloat16* rows, int64_t stride, int64_t count, int64_t all) {
     uint32_t* to = panels_.data() + panel * pairs();
-    const int depth = static_cast<int>(weight_.depth());
+    const int depth = static_cast<int>(weight_.depth()), group = static_cast<int>(weight_.group());
     kernels_->pack_panel(&rows->x, stride, static_cast<int>(count), kPanel, depth, to);
-    if (!sums_groups()) return;
-    kernels_->sum_groups(to, depth, static_cast<int>(weight_.group()),
-                         group_sums_.data() + panel * sums_of_panel());
+    if (sums_groups()) {
+      kernels_->sum_groups(to, depth, group, group_sums_.data() + panel * sums_of_panel());
+    }
+    if (weight_.stored_kernel() && is_few(all))
+      kernels_->arrange_few(weight_.format(), group, to, depth);
   }
 
   struct Scratch {
@@ -49,7 +51,9 @@ class PackedRows {
       return write(rows_of_weight, panels * kPanel, scratch);
     }
     scratch.out.resize(rows_of_weight * panels * kPanel);
-    kernel({.weight = weight_.operand(expert, first_of_weight, rows_of_weight, scratch.scales),
+    const bool exponents = is_few(scratch.rows.size()) && weight_.format() == cpu::kFp4Weight;
+    kernel({.weight =
+                weight_.operand(expert, first_of_weight, rows_of_weight, scratch.scales, exponents),
             .panels = panels_.data() + first * pairs(),
             .panel_stride = pairs(),
             .group_sums = group_sums_.data() + first * sums_of_panel(),
@@ -105,6 +109,7 @@ class PackedRows {
     }
   }
 
+  static bool is_few(int64_t rows) { return rows <= cpu::kFewRows; }
   bool sums_groups() const { return weight_.stored_kernel() && weight_.has_offsets(); }
   int64_t sums_of_panel() const { return sums_groups() ? weight_.groups() * kPanel : 0; }
 

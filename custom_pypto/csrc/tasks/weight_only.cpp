@@ -147,17 +147,18 @@ class PackedWay {
       first_panels.push_back(rows.size());
       for (int64_t i = 0; i < group.count; i += kPanel) rows.push_back(group.first + i);
     }
-    const auto end = [&](int64_t panel) {  // of its rows
+    const auto group_of = [&](int64_t panel) -> const Group& {
       const auto next = std::upper_bound(first_panels.begin(), first_panels.end(), panel);
-      const Group& group = turn[next - first_panels.begin() - 1];
-      return std::min(rows[panel] + kPanel, group.first + group.count);
+      return turn[next - first_panels.begin() - 1];
     };
     packed_.resize(rows.size());
     run_tasks(
         rows.size(), [] { return AlignedVector<c10::BFloat16>(); },
         [&](AlignedVector<c10::BFloat16>& copy, int64_t p) {
-          const Tensor x = product_.slice_of_x(rows[p], end(p) - rows[p], copy);
-          packed_.pack(p, x.const_data_ptr<c10::BFloat16>(), x.stride(0), x.size(0));
+          const Group& group = group_of(p);
+          const int64_t count = std::min(kPanel, group.first + group.count - rows[p]);
+          const Tensor x = product_.slice_of_x(rows[p], count, copy);
+          packed_.pack(p, x.const_data_ptr<c10::BFloat16>(), x.stride(0), count, group.count);
         });
     const auto tasks = product_.tasks(turn, [](const Group& group) {
       return group.count <= kFewTokens ? kRowsOfFewTokens : kRowsOfTokens;
