@@ -8,7 +8,7 @@
 namespace custom_pypto::cpu {
 namespace {
 
-constexpr int kAhead = 8192;  // bytes, at least
+constexpr int kAhead = 8192, kNear = 2048;  // bytes
 constexpr int kUsualGroup = 128;
 constexpr int kPart = 512;  // values, a multiple of the usual group; sums do not cross parts
 // Rows of x at once, products of these and rows of the weight, and sums of a product: what fits in
@@ -63,24 +63,24 @@ INLINE void each_tile_of_weight(const Dots& call, const Tile& tile) {
   }
 }
 
-// Prefetches what follows the rows of a tile, of each stream in the order of memory, into the
-// level-2 cache.
+// Prefetches what follows the rows of a tile: of one stream far ahead, into the level-2 cache; of
+// each of several near ahead, into level 1, which reads a tenth faster than without on a Granite
+// Rapids.
 template <int STREAMS>
 class NextRows {
  public:
   INLINE NextRows(const Dots& call, int w, int apart)
-      : p_(call.weight + w * call.stride + kAhead), apart_(apart * call.stride) {
-    if constexpr (STREAMS > 1) {
-      const int64_t stride = call.stride ? call.stride : 1;  // 0 of an expanded weight
-      const int rows = static_cast<int>((kAhead / STREAMS + stride - 1) / stride);
-      p_ = call.weight + (w + rows) * call.stride;
-      if (w + rows >= apart) p_ += (STREAMS - 1) * apart_;  // those of the next task
-    }
+      : p_(call.weight + w * call.stride + (STREAMS > 1 ? kNear : kAhead)),
+        apart_(apart * call.stride) {
+    // behind the last row those of the next task
+    if (STREAMS > 1 && w + 1 >= apart) p_ += call.stride - kNear + (STREAMS - 1) * apart_;
   }
   template <int BYTES>
   INLINE void fetch() {
     UNROLL for (int k = 0; k < STREAMS; ++k) {
-      UNROLL for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(p_ + k * apart_ + i, 0, 2);
+      UNROLL for (int i = 0; i < BYTES; i += 64) {
+        __builtin_prefetch(p_ + k * apart_ + i, 0, STREAMS > 1 ? 3 : 2);
+      }
     }
     p_ += BYTES;
   }

@@ -33,10 +33,13 @@ void check_scales(const StoredNames& names, const WeightFacts& facts, const Tens
   const int64_t lead = weight.dim() - 2;  // 1 with experts
   const c10::SymInt rows = weight.sym_size(-2);
   const Argument argument(names.op, names.scales, scales);
-  const auto shape = c10::str(lead ? "[E, " : "[", facts.scale_shape, "] for ", names.weight,
-                              " in ", dtype_name(facts.weight));
   const auto of_rank = [&](int64_t rank) {
-    argument.rank(lead + rank, shape.c_str());
+    if (scales.dim() != lead + rank) {
+      // not before: where weights have passed through the caches, a string takes 10 microseconds
+      const auto shape = c10::str(lead ? "[E, " : "[", facts.scale_shape, "] for ", names.weight,
+                                  " in ", dtype_name(facts.weight));
+      argument.rank(lead + rank, shape.c_str());
+    }
     if (lead) argument.size(0, weight.sym_size(0), "E of weight");
   };
   if (facts.blocks) {
@@ -49,8 +52,8 @@ void check_scales(const StoredNames& names, const WeightFacts& facts, const Tens
   of_rank(facts.zeros ? 3 : facts.group ? 2 : 1);
   argument.size(lead, rows, "N of weight");
   if (facts.group) {
-    const auto why = c10::str("of weight: a scale for ", facts.group, " values");
-    argument.size(lead + 1, depth / facts.group, why.c_str());
+    static_assert(cpu::kFp4Group == 32);
+    argument.size(lead + 1, depth / facts.group, "of weight: a scale for 32 values");
   }
   if (facts.zeros) {
     argument.size(-1, 2, "scale and zero");
