@@ -207,7 +207,7 @@ class RowScales {
         _mm256_max_epu16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
     const __m128i quarters =
         _mm_max_epu16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-    // the largest is what the complement's least is below
+    // SSE has the least alone, so of the complements
     const __m128i least = _mm_minpos_epu16(_mm_xor_si128(quarters, _mm_set1_epi16(-1)));
     const int top = ~_mm_cvtsi128_si32(least) & 0xFFFF;
     const __m512i tops = _mm512_set1_epi16(static_cast<int16_t>(top));
@@ -227,7 +227,8 @@ class RowScales {
 template <class Unit>
 class FewRows {
  public:
-  FewRows(const Dots& weight, const uint16_t* below) : weight_(weight), all_below_(below) {
+  FewRows(const Dots& weight, const uint16_t* below)
+      : weight_(weight), all_below_(below), of_unit_(below ? 1 : 0) {
     const int64_t size = weight.n * weight.stride;
     for (int k = 0; k < kStreams; ++k) {
       ahead_[k] = weight.weight + size + size / (64 * kStreams) * 64 * k;
@@ -237,7 +238,7 @@ class FewRows {
   // The slice from value `begin` on.
   INLINE void start(int row, int begin, uint16_t* to) {
     from_ = weight_.weight + row * weight_.stride + bytes(begin);
-    below_ = all_below_ + row * of_row_ + begin / kWeightUnit;
+    below_ = all_below_ + (row * units_ + begin / kWeightUnit) * of_unit_;
     to_ = to;
     count_ = std::min(kFewSlice, weight_.depth - begin);
     rows_ = std::min(kFewBlock, weight_.n - row);
@@ -252,7 +253,7 @@ class FewRows {
     } else {
       put(rows, [&](const uint8_t* from, const uint16_t* below, uint16_t* to) INLINED {
         for (int d = 0; d < count_; d += 32, to += kFewTile) {
-          _mm512_store_si512(to, Unit::rest(from + bytes(d), below + d / kWeightUnit));
+          _mm512_store_si512(to, Unit::rest(from + bytes(d), below + d / kWeightUnit * of_unit_));
         }
       });
     }
@@ -277,7 +278,7 @@ class FewRows {
       ahead += Unit::kBytes;
       put_row(from, below, to);
       from += stride_;
-      below += of_row_;
+      below += units_ * of_unit_;
       to += 32;
     }
     from_ = from, below_ = below, to_ = to;
@@ -286,7 +287,8 @@ class FewRows {
   const Dots& weight_;
   int64_t stride_ = weight_.stride;
   const uint16_t* all_below_;
-  int64_t of_row_ = weight_.depth / kWeightUnit;  // of these
+  int64_t of_unit_;                              // how many of them: null + 0 is null
+  int64_t units_ = weight_.depth / kWeightUnit;  // of a row
   const uint8_t* ahead_[kStreams];
   // of the next row
   const uint8_t* from_ = nullptr;
