@@ -29,8 +29,9 @@ class PackedRows {
     if (sums_groups()) {
       kernels_->sum_groups(to, depth, group, group_sums_.data() + panel * sums_of_panel());
     }
-    if (weight_.stored_kernel() && is_few(all))
+    if (weight_.stored_kernel() && is_few(all)) {
       kernels_->arrange_few(weight_.format(), group, to, depth);
+    }
   }
 
   struct Scratch {
