@@ -13,21 +13,22 @@ namespace custom_pypto::cpu {
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kFewSlice = 128;            // values of a row that are unpacked together
-constexpr int kFewBlock = 2 * kTileRows;  // rows of the weight
-constexpr int kFewTile = kFewBlock * 32;  // from 32 values of the rows to the next 32
+constexpr int kFewSlice = 128;  // values of a row that are unpacked together
+constexpr int kTiles = 2;       // of rows of the weight, below each other
+constexpr int kBlock = kTiles * kTileRows;
+constexpr int kTileOf32 = kBlock * 32;  // from 32 values of the rows to the next 32
 
-// Sums of a group, of AT tiles of rows of the weight and BT panels of x, until they meet scales.
-template <int AT, int BT>
+// Sums of a group, of a block of rows of the weight and BT panels of x, until they meet scales.
+template <int BT>
 struct GroupSums {
-  alignas(64) float sums[AT * kTileRows][BT][16];
+  alignas(64) float sums[kBlock][BT][16];
   int group;
 };
 
 // sums += those of a group by its scales; offsets meet the sums of x.
-template <int AT, int BT>
+template <int BT>
 INLINE void add_group(const StoredProduct& call, int row, int count, int panel,
-                      const GroupSums<AT, BT>& from) {
+                      const GroupSums<BT>& from) {
   const Dots& weight = call.weight;
   float* to = call.sums + row * call.width + 16 * panel;
   if (!weight.scales) {
@@ -89,11 +90,11 @@ template <class Format>
 struct FewBytes {
   static constexpr int kBytes = kFewSlice;
   static INLINE void put(const uint8_t* p, const uint16_t*, uint16_t* to) {
-    UNROLL for (int i = 0; i < kFewSlice / 64; ++i, to += 2 * kFewTile) {
+    UNROLL for (int i = 0; i < kFewSlice / 64; ++i, to += 2 * kTileOf32) {
       __m512i values[2];
       TileUnit<Format>::unpack(p + 64 * i, false, values);
       _mm512_store_si512(to, values[0]);
-      _mm512_store_si512(to + kFewTile, values[1]);
+      _mm512_store_si512(to + kTileOf32, values[1]);
     }
   }
   static INLINE __m512i rest(const uint8_t* p, const uint16_t*) {
@@ -135,7 +136,7 @@ struct FewWords {
         x[i] = even;
       }
     }
-    UNROLL for (int i = 0; i < 4; ++i) _mm512_store_si512(to + i * kFewTile, x[i]);
+    UNROLL for (int i = 0; i < 4; ++i) _mm512_store_si512(to + i * kTileOf32, x[i]);
   }
 };
 
@@ -241,7 +242,7 @@ class FewRows {
     below_ = all_below_ + (row * units_ + begin / kWeightUnit) * of_unit_;
     to_ = to;
     count_ = std::min(kFewSlice, weight_.depth - begin);
-    rows_ = std::min(kFewBlock, weight_.n - row);
+    rows_ = std::min(kBlock, weight_.n - row);
   }
 
   INLINE void step(int most) {
@@ -252,7 +253,7 @@ class FewRows {
                     INLINED { Unit::put(from, below, to); });
     } else {
       put(rows, [&](const uint8_t* from, const uint16_t* below, uint16_t* to) INLINED {
-        for (int d = 0; d < count_; d += 32, to += kFewTile) {
+        for (int d = 0; d < count_; d += 32, to += kTileOf32) {
           _mm512_store_si512(to, Unit::rest(from + bytes(d), below + d / kWeightUnit * of_unit_));
         }
       });
@@ -301,37 +302,36 @@ class FewRows {
 // before, those for sums of a group between the dots of the next group.
 template <class Unit, int BT>
 void multiply_few(const StoredProduct& call, const uint16_t* below) {
-  constexpr int AT = kFewBlock / kTileRows;
   const auto zero = []() INLINED {
-    each<AT * BT>([](auto c) INLINED { tile::zero<decltype(c)::value>(); });
+    each<kTiles * BT>([](auto c) INLINED { tile::zero<decltype(c)::value>(); });
   };
-  alignas(64) uint16_t values[2][kFewBlock * kFewSlice];
+  alignas(64) uint16_t values[2][kBlock * kFewSlice];
   const Dots& weight = call.weight;
   FewRows<Unit> rows(weight, below);
   rows.start(0, 0, values[0]);
   rows.finish();
   int slice = 0;
-  for (int row = 0; row < weight.n; row += kFewBlock) {
-    const int count = std::min(kFewBlock, weight.n - row);
-    GroupSums<AT, BT> latest[2];
+  for (int row = 0; row < weight.n; row += kBlock) {
+    const int count = std::min(kBlock, weight.n - row);
+    GroupSums<BT> latest[2];
     int current = 0, group = 0, left = weight.group;
     zero();
     for (int begin = 0; begin < weight.depth; begin += kFewSlice, ++slice) {
       const int end = std::min(begin + kFewSlice, weight.depth);
       if (end < weight.depth) {
         rows.start(row, end, values[1 - slice % 2]);
-      } else if (row + kFewBlock < weight.n) {
-        rows.start(row + kFewBlock, 0, values[1 - slice % 2]);
+      } else if (row + kBlock < weight.n) {
+        rows.start(row + kBlock, 0, values[1 - slice % 2]);
       }
-      const int of_step = (kFewBlock * 32 + end - begin - 1) / (end - begin);
+      const int of_step = (kBlock * 32 + end - begin - 1) / (end - begin);
       for (int d = begin; d < end; d += 32) {
-        add_products<AT, BT>(values[slice % 2] + (d - begin) / 32 * kFewTile, 64, 64 * kTileRows,
-                             call.panels + 8 * d, 64, 4 * call.panel_stride);
+        add_products<kTiles, BT>(values[slice % 2] + (d - begin) / 32 * kTileOf32, 64,
+                                 64 * kTileRows, call.panels + 8 * d, 64, 4 * call.panel_stride);
         rows.step(of_step);
         left -= 32;
         if (left > 0 && d + 32 < weight.depth) continue;
-        if (group) add_group<AT, BT>(call, row, count, 0, latest[1 - current]);
-        store_sums<AT, BT>(latest[current].sums[0][0], 64 * BT, 64 * BT * kTileRows, 64);
+        if (group) add_group<BT>(call, row, count, 0, latest[1 - current]);
+        store_sums<kTiles, BT>(latest[current].sums[0][0], 64 * BT, 64 * BT * kTileRows, 64);
         latest[current].group = group++;
         current = 1 - current;
         left = weight.group;
@@ -339,7 +339,7 @@ void multiply_few(const StoredProduct& call, const uint16_t* below) {
       }
       rows.finish();
     }
-    add_group<AT, BT>(call, row, count, 0, latest[1 - current]);
+    add_group<BT>(call, row, count, 0, latest[1 - current]);
   }
 }
 

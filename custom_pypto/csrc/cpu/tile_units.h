@@ -7,7 +7,7 @@
 namespace custom_pypto::cpu {
 namespace {
 
-// 64 values of a row, or 32, in order, as vectors of 32.
+// 64 bytes of a row, or 32, in order, as vectors of 32 values.
 template <class Format>
 struct TileUnit;
 
@@ -48,12 +48,9 @@ struct TileUnit<Fp8Weight> {
   }
 };
 
+// 32 values of 4 bits, in order
 template <const Halves& TABLE>
 struct TileNibbles {
-  static INLINE void unpack(const uint8_t* p, bool half, __m512i* to) {
-    to[0] = find(p);
-    if (!half) to[1] = find(p + 16);
-  }
   static INLINE __m512i find(const uint8_t* p) {
     const __m512i twice =
         _mm512_set_epi8(0, 15, 0, 15, 0, 14, 0, 14, 0, 13, 0, 13, 0, 12, 0, 12, 0, 11, 0, 11, 0, 10,
@@ -65,11 +62,6 @@ struct TileNibbles {
     return _mm512_permutexvar_epi16(codes, _mm512_load_si512(TABLE.bits));
   }
 };
-
-template <>
-struct TileUnit<Int4Weight> : TileNibbles<kIntegers> {};
-template <>
-struct TileUnit<Fp4Weight> : TileNibbles<kE2m1> {};
 
 }  // namespace
 }  // namespace custom_pypto::cpu

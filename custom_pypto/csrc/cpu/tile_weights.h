@@ -8,8 +8,6 @@ namespace custom_pypto::cpu {
 namespace {
 
 constexpr int kSlice = 256;  // values of a row that are unpacked together, into the level-1 cache
-
-constexpr int kBlock = 2 * kTileRows;
 // whether values meet the scales of their groups before the products, rounded
 template <class Format>
 constexpr bool kScaled = Format::kGroup != kWholeRow;
@@ -37,7 +35,11 @@ class Unpacked {
     for (; count > 0 && rows_ > 0; --count, --rows_) {
       UNROLL for (int k = 0; k < kStreams; ++k) __builtin_prefetch(ahead_ + k * apart_, 0, 2);
       ahead_ += bytes(kSlice / kStreams);
-      kScaled<Format> ? put_scaled() : put();
+      if constexpr (kScaled<Format>) {
+        put_scaled();
+      } else {
+        put();
+      }
       from_ += weight_.stride;
       to_ += 32;
       scales_ += weight_.groups;
@@ -46,7 +48,6 @@ class Unpacked {
   INLINE void finish() { step(rows_); }
 
  private:
-  static constexpr int kTileOf32 = kBlock * 32;
   static constexpr int kStreams = 4;  // the CPU reads ahead by the page, in several at once faster
   static constexpr int64_t bytes(int values) { return values / kUnit * Format::kBytes; }
 
@@ -101,18 +102,17 @@ class Unpacked {
 template <int BT, typename Step>
 INLINE void multiply_slice(const StoredProduct& call, int row, int count, int panel, int begin,
                            int end, const uint16_t* values, const Step& step) {
-  constexpr int AT = kBlock / kTileRows;
   const uint32_t* x = call.panels + panel * call.panel_stride;
-  GroupSums<AT, BT> sums;
+  GroupSums<BT> sums;
   sums.group = 0;
-  each<AT * BT>([](auto c) INLINED { tile::zero<decltype(c)::value>(); });
+  each<kTiles * BT>([](auto c) INLINED { tile::zero<decltype(c)::value>(); });
   for (int d = begin; d < end; d += 32) {
-    add_products<AT, BT>(values + (d - begin) * kBlock, 64, 64 * kTileRows, x + 8 * d, 64,
-                         4 * call.panel_stride);
+    add_products<kTiles, BT>(values + (d - begin) * kBlock, 64, 64 * kTileRows, x + 8 * d, 64,
+                             4 * call.panel_stride);
     step();
   }
-  store_sums<AT, BT>(sums.sums[0][0], 64 * BT, 64 * BT * kTileRows, 64);
-  add_group<AT, BT>(call, row, count, panel, sums);
+  store_sums<kTiles, BT>(sums.sums[0][0], 64 * BT, 64 * BT * kTileRows, 64);
+  add_group<BT>(call, row, count, panel, sums);
 }
 
 // Of blocks of rows, and slices of all of them.
