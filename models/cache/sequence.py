@@ -178,4 +178,5 @@ class Sequences:
 
     def _lost(self, tokens: Tensor) -> bool:
         """Whether rings lack rows that the token after the first ``tokens`` needs."""
-        return self.spare is not None and bool((tokens > 0) & (tokens + self.spare < self.written))
+        # in Python: each of torch's calls takes long behind a step, which has filled the caches
+        return self.spare is not None and 0 < int(tokens) < int(self.written) - self.spare

@@ -94,17 +94,17 @@ struct HalfRow {
 };
 
 template <class Unit>
-void prepare_halves(const Dots& call, const float* x, void* to) {
+void prepare_halves(const Dots& call, const float* x, int first, int n, void* to) {
   const HalfRow row(call, to);
-  uint16_t* values = const_cast<uint16_t*>(row.values);
-  for (int d = 0; d < call.depth; d += Unit::kValues) {
+  uint16_t* values = const_cast<uint16_t*>(row.values) + first;
+  for (int d = 0; d < n; d += Unit::kValues) {
     uint32_t bits[Unit::kValues];
     uint16_t halves[Unit::kValues];
     std::memcpy(bits, x + d, sizeof bits);
     for (int i = 0; i < Unit::kValues; ++i) halves[i] = static_cast<uint16_t>(bits[i] >> 16);
     Unit::arrange(halves, values + d);
   }
-  if (call.offsets) sum_groups(call, x, const_cast<float*>(row.sums));
+  if (call.has_offsets) sum_groups(call, x, first, n, const_cast<float*>(row.sums));
 }
 
 // asm: g++ 12 copies accumulators around the intrinsic

@@ -40,7 +40,7 @@ INLINE void add_group(const StoredProduct& call, int row, int count, int panel,
     return;
   }
   const float* scales = weight.scales + row * weight.groups + from.group;
-  if (!weight.offsets) {
+  if (!weight.has_offsets) {
     for (int r = 0; r < count; ++r, scales += weight.groups, to += call.width) {
       const Vec scale = broadcast(*scales);
       UNROLL for (int v = 0; v < BT; ++v) {

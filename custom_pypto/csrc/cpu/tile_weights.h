@@ -76,7 +76,7 @@ class Unpacked {
       const int stop = std::min(end_, (group + 1) * weight_.group);
       const Vec scale = broadcast(scales_[group]);
       Vec offset = {};
-      if (weight_.offsets) {
+      if (weight_.has_offsets) {
         offset = broadcast(scales_[weight_.offsets - weight_.scales + group]);
       }
       for (; d < stop; d += 32, from += bytes(32), to += kTileOf32) {
@@ -121,7 +121,10 @@ void multiply_rows(const StoredProduct& product) {
   alignas(64) uint16_t values[2][kBlock * kSlice];
   const Dots& weight = product.weight;
   StoredProduct call = product;
-  if (kScaled<Format>) call.weight.scales = call.weight.offsets = nullptr;
+  if (kScaled<Format>) {
+    call.weight.scales = nullptr;
+    call.weight.has_offsets = false;
+  }
   struct Block {
     int row, begin, count, end;
   };

@@ -132,7 +132,7 @@ INLINE void each_unit(const Dots& call, int w, const Put& put) {
   for (int64_t d = 0, g = w * call.groups; d < call.depth; ++g) {
     const int64_t end = call.depth - d < call.group ? call.depth : d + call.group;
     const Vec scale = broadcast(call.scales[g]);
-    const Vec offset = broadcast(call.offsets ? call.offsets[g] : 0.0f);
+    const Vec offset = broadcast(call.has_offsets ? call.offsets[g] : 0.0f);
     for (; d < end; d += kUnit, p += Format::kBytes) {
       Vec unit[kUnitVecs];
       Format::unpack(p, unit);

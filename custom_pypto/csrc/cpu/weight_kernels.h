@@ -9,8 +9,9 @@ namespace custom_pypto::cpu {
 // in the low bits, unsigned integers or e2m1.
 enum WeightFormat { kBfloat16Weight, kInt8Weight, kFp8Weight, kInt4Weight, kFp4Weight };
 constexpr int kWeightFormats = 5;
-constexpr int kWeightUnit = 32;  // depth is a multiple of it
-constexpr int kFp4Group = 32;    // values of e2m1 with one scale
+constexpr int kWeightUnit = 32;     // depth is a multiple of it
+constexpr int kFp4Group = 32;       // values of e2m1 with one scale
+constexpr int kPreparedUnit = 512;  // values of x that are prepared together
 
 // out[i][w] = the sum over d of x[i][d] * (scale * value[w][d] + offset), of rows w of a weight.
 // Consecutive values of a row share scale and offset, in int8 and bfloat16 all. The value of e4m3
@@ -22,7 +23,8 @@ struct Dots {
   int depth, group;      // multiples of kWeightUnit; the last group may be shorter
   int groups;            // of a row
   const float* scales;   // [n][groups]
-  const float* offsets;  // [n][groups], or null: 0
+  bool has_offsets;      // else they are 0
+  const float* offsets;  // [n][groups]
   // in place of scales, for kernels that read those of e2m1 as they are stored
   const uint8_t* exponents;
   const void* const* x;  // [m], prepared
@@ -65,7 +67,9 @@ constexpr int64_t prepared_bytes(int64_t depth) {
 // A way to multiply a weight as it is stored; all null: none for its format.
 struct DotsKernels {
   bool (*fits)(const Dots&) = nullptr;  // whether it takes this depth and these groups
-  void (*prepare)(const Dots&, const float* x, void* to) = nullptr;
+  // Writes values first, .., first + n - 1 of a row of x, at x[0], into the prepared row `to`; n is
+  // kPreparedUnit, or what is left of the row.
+  void (*prepare)(const Dots&, const float* x, int first, int n, void* to) = nullptr;
   void (*dots)(const Dots&) = nullptr;
   bool stored_scales = false;  // whether `dots` reads Dots::exponents, not scales
 };

@@ -110,7 +110,7 @@ INLINE void finish_tile(const Dots& call, int w, int apart, int i,
     UNROLL for (int r = 0; r < ROWS; ++r) {
       float sum = sum_of(total[k][r]);
       if (!scaled) sum *= call.scales[w];
-      if (call.offsets) sum += offset_of(call, w, Row(call, call.x[i + r]).sums);
+      if (call.has_offsets) sum += offset_of(call, w, Row(call, call.x[i + r]).sums);
       call.out[i + r][w] = sum;
     }
   }
@@ -146,22 +146,25 @@ struct Bfloat16Pairs {
   }
 };
 
-INLINE void sum_groups(const Dots& call, const float* x, float* sums) {
-  for (int g = 0, d = 0; g < call.groups; ++g) {
-    const int end = call.depth - d < call.group ? call.depth : d + call.group;
+// Of the groups of values first, .., first + n - 1 of a row of x.
+INLINE void sum_groups(const Dots& call, const float* x, int first, int n, float* sums) {
+  for (int d = 0; d < n;) {
+    const int g = (first + d) / call.group, begin = g * call.group - first;
+    const int end = n - begin < call.group ? n : begin + call.group;
+    const bool begins = d == begin;
     Vec sum = {};
     for (; d < end; d += kLanes) sum += load(x + d);
-    sums[g] = sum_of(sum);
+    sums[g] = begins ? sum_of(sum) : sums[g] + sum_of(sum);
   }
 }
 
 template <class Unit>
-void prepare_f32(const Dots& call, const float* x, void* to) {
-  float* values = static_cast<float*>(to);
-  for (int d = 0; d < call.depth; d += Unit::kValues) {
-    for (int i = 0; i < Unit::kValues; ++i) values[d + Unit::place(i)] = x[d + i];
+void prepare_f32(const Dots& call, const float* x, int first, int n, void* to) {
+  float* row = static_cast<float*>(to);
+  for (int d = 0; d < n; d += Unit::kValues) {
+    for (int i = 0; i < Unit::kValues; ++i) row[first + d + Unit::place(i)] = x[d + i];
   }
-  if (call.offsets) sum_groups(call, x, values + call.depth);
+  if (call.has_offsets) sum_groups(call, x, first, n, row + call.depth);
 }
 
 // Of each group the sums, then those of the groups. Indices have 64 bits: -fwrapv would make the

@@ -56,26 +56,27 @@ INLINE float round_to_int16(const float* x, int n, int most, int16_t* to) {
 }
 
 template <class Format, class Unit>
-void prepare_int16(const Dots& call, const float* x, void* to) {
-  const Int16Row<Unit> row(call, to);
-  char* units = const_cast<char*>(row.units);
-  float* sums = const_cast<float*>(row.sums);
-  float* scales = const_cast<float*>(row.scales);
-  if (call.offsets) std::memset(sums, 0, sizeof(float) * call.groups);
+void prepare_int16(const Dots& call, const float* x, int first, int n, void* to) {
   constexpr int kMost = kUnitsOfScale<Format> * kInt16Unit;
-  for (int d = 0; d < call.depth; d += kMost, ++scales) {
+  static_assert(kPreparedUnit % kMost == 0, "a unit of x lies in one part");
+  const Int16Row<Unit> row(call, to);
+  char* units = const_cast<char*>(row.units) + first / kInt16Unit * Unit::kBytesOfX;
+  float* sums = const_cast<float*>(row.sums);
+  float* scales = const_cast<float*>(row.scales) + first / kMost;
+  if (call.has_offsets && first == 0) std::memset(sums, 0, sizeof(float) * call.groups);
+  for (int d = 0; d < n; d += kMost, ++scales) {
     int16_t values[kMost];
-    const int count = call.depth - d < kMost ? call.depth - d : kMost;
+    const int count = n - d < kMost ? n - d : kMost;
     const float scale = round_to_int16(x + d, count, Unit::kMost, values);
     for (int i = 0; i < count; i += kInt16Unit, units += Unit::kBytesOfX) {
       Unit::arrange(values + i, units);
     }
     // Of the rounded values: an offset that cancels the values of a weight must cancel what they
     // were multiplied by.
-    for (int i = 0; call.offsets && i < count; i += kUnit) {
+    for (int i = 0; call.has_offsets && i < count; i += kUnit) {
       int32_t sum = 0;
       for (int j = i; j < i + kUnit; ++j) sum += values[j];
-      sums[(d + i) / call.group] += scale * static_cast<float>(sum);
+      sums[(first + d + i) / call.group] += scale * static_cast<float>(sum);
     }
     *scales = scale / Unit::kTimes;
   }

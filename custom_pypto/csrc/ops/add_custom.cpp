@@ -18,7 +18,7 @@ Tensor add_custom(const Tensor& x, const Tensor& y) {
   CHECK_ARGUMENT(x.sym_sizes() == y.sym_sizes(), kOp, "y",
                  c10::str("of shape ", x.sym_sizes(), " (shape of x; no broadcasting)"),
                  y.sym_sizes());
-  Tensor z = at::empty_symint(x.sym_sizes(), x.options());
+  Tensor z = empty(x.sym_sizes(), x.options());
   if (computes) at::add_out(z, x, y);
   return z;
 }

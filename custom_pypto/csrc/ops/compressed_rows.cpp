@@ -45,8 +45,8 @@ std::tuple<Tensor, Tensor> pool_groups(const Tensor& state, const Tensor& blocks
   }
   const c10::SymInt batch = values.sym_size(0), rate = bias.sym_size(0);
   const c10::SymInt count = (values.sym_size(1) + rate - 1) / rate;
-  const Tensor sums = at::empty_symint({batch, count, width}, bias.options());
-  const Tensor complete = at::empty_symint({batch, count}, bias.options().dtype(at::kBool));
+  const Tensor sums = empty({batch, count, width}, bias.options());
+  const Tensor complete = empty({batch, count}, bias.options().dtype(at::kBool));
   if (computes && complete.numel() != 0) {
     custom_pypto::pool_groups({.state = state.contiguous(),
                                .blocks = blocks.contiguous(),
@@ -76,7 +76,7 @@ Tensor cache_slots(const Tensor& table, const Tensor& rows, const Tensor& valid,
       .device_of(rows);
   // so that block ids times this fit
   CHECK_ARGUMENT(block >= 1 && block <= INT32_MAX, kOp, "block", "from 1 to 2^31 - 1", block);
-  const Tensor slots = at::empty_symint({rows.sym_numel()}, rows.options());
+  const Tensor slots = empty({rows.sym_numel()}, rows.options());
   if (computes && slots.numel() != 0) {
     find_slots({.table = table.contiguous(),
                 .rows = rows.contiguous(),
@@ -111,9 +111,8 @@ Tensor window_rows(const Tensor& positions, const Tensor& valid, const OptionalT
         .dtype(at::kInt)
         .device_of(positions);
   }
-  const Tensor out =
-      at::empty_symint({positions.sym_size(0), positions.sym_size(1), window + count},
-                       positions.options().dtype(at::kInt));
+  const Tensor out = empty({positions.sym_size(0), positions.sym_size(1), window + count},
+                           positions.options().dtype(at::kInt));
   if (computes && out.numel() != 0) {
     const OptionalTensor rows = indices ? OptionalTensor(indices->contiguous()) : std::nullopt;
     find_rows({.positions = positions.contiguous(),

@@ -39,8 +39,8 @@ std::tuple<Tensor, Tensor> expanded_attention(const Tensor& q_nope, const Option
   const c10::SymInt value = weight.sym_size(1) - q_nope.sym_size(3);
   CHECK_ARGUMENT(value > 0, kOp, "weight.size(1)", "more than nope of q_nope", weight.sym_size(1));
   CHECK_ARGUMENT(scale > 0, kOp, "scale", "positive", scale);
-  const Tensor out = at::empty_symint(
-      {q_nope.sym_size(0), q_nope.sym_size(1), q_nope.sym_size(2), value}, q_nope.options());
+  const Tensor out =
+      empty({q_nope.sym_size(0), q_nope.sym_size(1), q_nope.sym_size(2), value}, q_nope.options());
   const Tensor once = at::empty({}, q_nope.options().dtype(at::kBool));
   if (!computes) return {out, once};
   TORCH_CHECK(multiplies_bf16(), kOp, ": needs kernels that multiply bfloat16, got ",

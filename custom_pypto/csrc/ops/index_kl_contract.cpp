@@ -71,7 +71,7 @@ void check_index_kl(const KeyNames& names, SequenceParams& attention, IndexKlPar
   of_index.key = "key_index";
   check_index(of_index, index, p.index.weights);
   check_unquantized_index(of_index, index, p.index.weights);
-  const auto like = [](const Tensor& x) { return at::empty_symint(x.sym_sizes(), x.options()); };
+  const auto like = [](const Tensor& x) { return empty(x.sym_sizes(), x.options()); };
   p.index.d_query = like(index.query);
   p.index.d_key = like(index.key);
   p.index.d_weights = like(p.index.weights);

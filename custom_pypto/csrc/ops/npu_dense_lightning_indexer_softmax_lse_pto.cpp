@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor> npu_dense_lightning_indexer_softmax_lse_pto(
   // [B, 1, S1] or [1, T1]
   c10::SymDimVector shape(query_index.sym_sizes().begin(), query_index.sym_sizes().end() - 2);
   shape.insert(shape.end() - 1, 1);
-  const Tensor max = at::empty_symint(shape, query_index.options().dtype(at::kFloat));
+  const Tensor max = empty(shape, query_index.options().dtype(at::kFloat));
   const Tensor sum = at::empty_like(max);
   if (computes) index_statistics(p, weights, max, sum);
   return {max, sum};

@@ -68,7 +68,7 @@ void contract(QuantizedAttentionParams& quantized) {
                  "None or key (a row holds key and value)", "another tensor");
   c10::SymDimVector shape(query.sym_sizes().begin(), query.sym_sizes().end());
   shape.back() = row.latent;
-  p.out = at::empty_symint(shape, query.options());
+  p.out = empty(shape, query.options());
 }
 
 void compute(const QuantizedAttentionParams& quantized, bool by_token) {

@@ -25,9 +25,9 @@ void contract(IndexGradParams& p, const Tensor& sparse_indices, const Tensor& dy
       .sizes(sparse_indices, query.dim(), "as sparse_indices")
       .dtype_or_float32(query.scalar_type(), "dtype of query")
       .device_of(query);
-  p.d_query = at::empty_symint(query.sym_sizes(), query.options());
-  p.d_key = at::empty_symint(p.sequences.key.sym_sizes(), query.options());
-  p.d_weights = at::empty_symint(p.weights.sym_sizes(), p.weights.options());
+  p.d_query = empty(query.sym_sizes(), query.options());
+  p.d_key = empty(p.sequences.key.sym_sizes(), query.options());
+  p.d_weights = empty(p.weights.sym_sizes(), p.weights.options());
 }
 
 }  // namespace

@@ -106,9 +106,8 @@ Result contract(const PrologParams& p) {
   table.check_sizes();
   check_quantization(p, T, columns);
   const auto in = [&](at::ScalarType dtype) { return p.token_x.options().dtype(dtype); };
-  return {at::empty_symint({T.size, N1.size, D.size}, in(at::kChar)),
-          at::empty_symint({T.size, N1.size, 1}, in(at::kHalf)),
-          at::empty_symint({T.size, N1.size}, in(at::kHalf))};
+  return {empty({T.size, N1.size, D.size}, in(at::kChar)),
+          empty({T.size, N1.size, 1}, in(at::kHalf)), empty({T.size, N1.size}, in(at::kHalf))};
 }
 
 // a . b of bytes: float32 holds the sum of so many products in any order, and int32 the sum of sums

@@ -14,9 +14,8 @@ template <bool computes>
 Quantized npu_quant_rows_pto(const Tensor& x, const OptionalTensor& hadamard) {
   check_index_rows("npu_quant_rows_pto", x, hadamard);
   const auto shape = x.sym_sizes();
-  const Tensor rows = at::empty_symint(shape, x.options().dtype(at::kChar));
-  const Tensor scales =
-      at::empty_symint(shape.slice(0, shape.size() - 1), x.options().dtype(at::kHalf));
+  const Tensor rows = empty(shape, x.options().dtype(at::kChar));
+  const Tensor scales = empty(shape.slice(0, shape.size() - 1), x.options().dtype(at::kHalf));
   if (computes && x.numel() != 0) quantize_rows(x, hadamard, rows, scales);
   return {rows, scales};
 }

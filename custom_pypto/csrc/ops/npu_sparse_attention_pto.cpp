@@ -80,8 +80,8 @@ void contract(FusedParams& p) {
                  c10::str("None, or ", kScales), *p.softmax_scale);
   CHECK_ARGUMENT(std::isfinite(p.eps) && p.eps >= 0, kOp, "eps", "finite and at least 0", p.eps);
   check_shapes(p);
-  p.out = at::empty_symint(
-      {p.x.sym_size(0), p.x.sym_size(1), p.w_uk.sym_size(0), p.w_uk.sym_size(2)}, p.x.options());
+  p.out = empty({p.x.sym_size(0), p.x.sym_size(1), p.w_uk.sym_size(0), p.w_uk.sym_size(2)},
+                p.x.options());
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& gamma, double eps) {

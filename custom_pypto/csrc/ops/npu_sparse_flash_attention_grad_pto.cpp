@@ -19,7 +19,7 @@ constexpr KeyNames kNames = {.op = "npu_sparse_flash_attention_grad_pto",
 // A gradient of a tensor, or one without elements for an absent one.
 Tensor gradient_of(const OptionalTensor& tensor, const Tensor& query) {
   if (!tensor) return at::empty({0}, query.options());
-  return at::empty_symint(tensor->sym_sizes(), tensor->options());
+  return empty(tensor->sym_sizes(), tensor->options());
 }
 
 // Checks every argument and allocates the gradients.

@@ -26,12 +26,12 @@ Tensor no_statistics(const Tensor& query) {
 void contract(AttentionParams& p) {
   check_unquantized_attention(kNames, p);
   const Tensor& query = p.sequences.query;
-  p.out = at::empty_symint(query.sym_sizes(), query.options());
+  p.out = empty(query.sym_sizes(), query.options());
   if (p.return_softmax_lse) {
     // [B, N2, S1, N1] or [N2, T1, N1]
     c10::SymDimVector shape(query.sym_sizes().begin(), query.sym_sizes().end() - 1);
     shape.insert(shape.end() - 2, 1);
-    p.softmax_max = at::empty_symint(shape, query.options().dtype(at::kFloat));
+    p.softmax_max = empty(shape, query.options().dtype(at::kFloat));
     p.softmax_sum = at::empty_like(p.softmax_max);
   } else {
     p.softmax_max = no_statistics(query);

@@ -25,7 +25,7 @@ Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
         .dtype_or_float32(x.scalar_type(), "dtype of x")
         .device_of(x);
   }
-  const Tensor out = at::empty_symint(x.sym_sizes(), x.options());
+  const Tensor out = empty(x.sym_sizes(), x.options());
   if (computes && x.numel() != 0) norm_rows(x, weight, eps, out);
   return out;
 }
@@ -53,7 +53,7 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t fir
   CHECK_ARGUMENT(width % 2 == 0, kOp, "cos.size(-1)", "even (R)", width);
   CHECK_ARGUMENT(first >= 0 && x.sym_size(-1) - width >= first, kOp, "first",
                  "at least 0, and at most D - R", first);
-  const Tensor out = at::empty_symint(x.sym_sizes(), x.options());
+  const Tensor out = empty(x.sym_sizes(), x.options());
   if (computes && x.numel() != 0) {
     rotate_rows(
         {.x = x, .cos = cos, .sin = sin, .first = first, .interleaved = interleaved, .out = out});
@@ -67,7 +67,7 @@ Tensor rotate_pairs(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   check_angles(kOp, x, cos, sin, "[B, S, R / 2]");
   const c10::SymInt pairs = cos.sym_size(-1);
   CHECK_ARGUMENT(x.sym_size(-1) >= 2 * pairs, kOp, "cos.size(-1)", "at most D / 2 (R / 2)", pairs);
-  const Tensor out = at::empty_symint(x.sym_sizes(), x.options());
+  const Tensor out = empty(x.sym_sizes(), x.options());
   if (computes && x.numel() != 0) {
     const int64_t first = x.size(-1) - 2 * cos.size(-1);
     rotate_pair_rows({.x = x, .cos = cos, .sin = sin, .first = first, .out = out});
@@ -86,8 +86,7 @@ std::tuple<Tensor, Tensor> choices(const char* op, const Tensor& logits, const T
       .device_of(logits);
   CHECK_ARGUMENT(k >= 1 && experts >= k, op, "k", "from 1 to E", k);
   const auto shape = {logits.sym_size(0), c10::SymInt(k)};
-  return {at::empty_symint(shape, logits.options()),
-          at::empty_symint(shape, logits.options().dtype(at::kLong))};
+  return {empty(shape, logits.options()), empty(shape, logits.options().dtype(at::kLong))};
 }
 
 template <bool computes>
@@ -138,7 +137,7 @@ Tensor weighted_sum(const Tensor& x, const Tensor& weights) {
       .sizes(x, 2, "as x")
       .dtype(at::kFloat)
       .device_of(x);
-  const Tensor out = at::empty_symint({x.sym_size(0), x.sym_size(2)}, x.options());
+  const Tensor out = empty({x.sym_size(0), x.sym_size(2)}, x.options());
   if (computes && out.numel() != 0) {
     add_weighted_rows(x.contiguous(), weights.contiguous(), out);
   }
@@ -153,7 +152,7 @@ Tensor activate(const Tensor& x, std::string_view name) {
   const auto* found = std::find(std::begin(kNames), std::end(kNames), name);
   CHECK_ARGUMENT(found != std::end(kNames), kOp, "name", "'sigmoid', 'silu' or 'softplus'", "'",
                  name, "'");
-  const Tensor out = at::empty_symint(x.sym_sizes(), x.options());
+  const Tensor out = empty(x.sym_sizes(), x.options());
   if (computes && x.numel() != 0) {
     const auto f = static_cast<Activation>(found - std::begin(kNames));
     activate_values(x.contiguous(), f, out);

@@ -155,7 +155,7 @@ void check_indexer(const KeyNames& names, IndexerParams& p) {
   c10::SymDimVector shape(query.sym_sizes().begin(), query.sym_sizes().end());
   shape[query.dim() - 2] = 1;
   shape[query.dim() - 1] = p.sparse_count;
-  p.out = at::empty_symint(shape, query.options().dtype(at::kInt));
+  p.out = empty(shape, query.options().dtype(at::kInt));
 }
 
 void check_unquantized_index(const KeyNames& names, const SequenceParams& p,

@@ -59,10 +59,9 @@ std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const
   CHECK_ARGUMENT(iterations >= 0 && iterations <= 1000, kOp, "iterations", "from 0 to 1000",
                  iterations);
   const c10::SymInt batch = streams.sym_size(0), tokens = streams.sym_size(1);
-  const Tensor post = at::empty_symint({batch, tokens, count}, base.options());
-  const Tensor comb = at::empty_symint({batch, tokens, count, count}, base.options());
-  const Tensor collapsed =
-      at::empty_symint({batch, tokens, streams.sym_size(3)}, streams.options());
+  const Tensor post = empty({batch, tokens, count}, base.options());
+  const Tensor comb = empty({batch, tokens, count, count}, base.options());
+  const Tensor collapsed = empty({batch, tokens, streams.sym_size(3)}, streams.options());
   if (computes && post.numel() != 0) {
     connect_streams({.streams = streams,
                      .weights = weights,
@@ -81,8 +80,8 @@ Tensor collapse_streams(const Tensor& streams, const Tensor& weight, const Tenso
   const c10::SymInt count = count_of(kOp, streams);
   const StreamWeights weights =
       stream_weights(kOp, streams, weight, base, scale, count, "N of streams", 1, eps, norm_eps);
-  const Tensor out = at::empty_symint(
-      {streams.sym_size(0), streams.sym_size(1), streams.sym_size(3)}, streams.options());
+  const Tensor out =
+      empty({streams.sym_size(0), streams.sym_size(1), streams.sym_size(3)}, streams.options());
   if (computes && out.numel() != 0) custom_pypto::collapse_streams(streams, weights, out);
   return out;
 }
@@ -108,7 +107,7 @@ Tensor mix_streams(const Tensor& streams, const Tensor& x, const Tensor& post, c
       .size(3, count, "N of streams")
       .dtype(at::kFloat)
       .device_of(streams);
-  const Tensor out = at::empty_symint(streams.sym_sizes(), streams.options());
+  const Tensor out = empty(streams.sym_sizes(), streams.options());
   if (computes && out.numel() != 0) {
     custom_pypto::mix_streams(streams, x, post.contiguous(), comb.contiguous(), out);
   }

@@ -117,7 +117,7 @@ Tensor output(const char* op, const Tensor& x, const Tensor& weight,
     if (shared) shape.push_back(experts->sym_size(-1));
   }
   shape.push_back(weight.sym_size(-2));
-  return at::empty_symint(shape, x.options());
+  return empty(shape, x.options());
 }
 
 // Whether the kernels of stored weights multiply it, in floats.

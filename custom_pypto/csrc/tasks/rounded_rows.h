@@ -60,13 +60,13 @@ class RoundedRows {
       }
       for (int64_t w = 0; w < rows.n; ++w) {
         scales[w] = rows.scales[w * rows.groups + part.group];
-        if (rows.offsets) offsets[w] = rows.offsets[w * rows.groups + part.group];
+        if (rows.has_offsets) offsets[w] = rows.offsets[w * rows.groups + part.group];
       }
       kernels.multiply({.panels = scratch.panels.data(),
                         .n_panels = static_cast<int>(panels),
                         .pairs = static_cast<int>(part.count / 2),
                         .scales = scales,
-                        .offsets = rows.offsets ? offsets : nullptr,
+                        .offsets = rows.has_offsets ? offsets : nullptr,
                         .x = values_.data() + first * weight_.depth() + part.first,
                         .x_stride = weight_.depth(),
                         .x_scales = scales_.data() + first * parts_.size() + p,

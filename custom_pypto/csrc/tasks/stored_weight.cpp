@@ -144,6 +144,7 @@ cpu::Dots StoredWeight::shape() const {
   call.depth = static_cast<int>(depth_);
   call.group = static_cast<int>(group_);
   call.groups = static_cast<int>(groups_);
+  call.has_offsets = has_offsets();
   call.most_in_turn = custom_pypto::kernels().most_in_turn[format_];
   return call;
 }

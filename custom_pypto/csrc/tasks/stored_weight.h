@@ -62,6 +62,9 @@ class StoredWeight {
   void widen_bf16(int64_t expert, int64_t first, int64_t rows, int64_t stride,
                   AlignedVector<float>& scales, uint16_t* to) const;
 
+  // What the operands of all rows share.
+  cpu::Dots shape() const;
+
   // The operand of the kernels for some rows; `scales` keeps theirs, unless kernels read them as
   // they are stored.
   cpu::Dots operand(int64_t expert, int64_t first, int64_t rows, AlignedVector<float>& scales,
@@ -70,7 +73,6 @@ class StoredWeight {
  private:
   const WeightFacts& facts() const { return kWeightFacts[format_]; }
   void read_scales(int64_t row, int64_t rows, float* scales) const;
-  cpu::Dots shape() const;
 
   cpu::WeightFormat format_;
   const uint8_t* values_;

@@ -18,7 +18,7 @@ namespace custom_pypto {
 namespace {
 
 // of a weight, per task
-constexpr int64_t kRowsOfDots = 16, kMostOfDots = 8;
+constexpr int64_t kRowsOfDots = 16, kBytesOfDots = 1 << 19;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
@@ -46,7 +46,9 @@ class StoredWay {
     prepare(turn);
     // some tasks for each thread
     const int64_t of_thread = weight_.rows() / (4 * at::get_num_threads()) / kRowsOfDots;
-    const int64_t dots = std::clamp<int64_t>(of_thread, 1, kMostOfDots) * kRowsOfDots;
+    const int64_t bytes = std::max<int64_t>(weight_.row_bytes(), 1);  // 0: of an expanded weight
+    const int64_t most_of_dots = kBytesOfDots / kRowsOfDots / bytes;
+    const int64_t dots = std::max<int64_t>(std::min(of_thread, most_of_dots), 1) * kRowsOfDots;
     const int64_t most = weight_.transposed() ? kColumns : dots;
     const auto tasks = product_.tasks(turn, [&](const Group&) { return most; });
     int64_t rows = 0;
@@ -59,7 +61,7 @@ class StoredWay {
 
  private:
   struct Scratch {
-    AlignedVector<float> scales, x, out;
+    AlignedVector<float> scales, out;
     std::vector<const void*> rows_of_x;
     std::vector<float*> rows_of_out;
   };
@@ -81,19 +83,24 @@ class StoredWay {
     }
     prepared_.resize(rows.size() * prepared_bytes_);
     run_tasks(
-        rows.size(), [] { return Scratch(); },
-        [&](Scratch& scratch, int64_t i) {
-          scratch.x.resize(weight_.depth());
-          widen(product_.x_row(rows[i]), weight_.depth(), scratch.x.data());
-          char* to = prepared_.data() + i * prepared_bytes_;
-          if (weight_.transposed()) {
-            std::memcpy(to, scratch.x.data(), sizeof(float) * weight_.depth());
-          } else {
-            const cpu::Dots shape = weight_.operand(0, 0, 1, scratch.scales);
-            dots_.prepare(shape, scratch.x.data(), to);
-          }
+        rows.size(), [] { return nullptr; },
+        [&](std::nullptr_t, int64_t i) {
+          prepare(product_.x_row(rows[i]), prepared_.data() + i * prepared_bytes_);
         },
         {.most = threads_for(rows.size() * weight_.depth() * sizeof(T))});
+  }
+
+  // in parts that stay in the nearest cache
+  void prepare(const T* x, char* to) const {
+    const int64_t depth = weight_.depth();
+    if (weight_.transposed()) return widen(x, depth, reinterpret_cast<float*>(to));
+    const cpu::Dots shape = weight_.shape();
+    alignas(64) float part[cpu::kPreparedUnit];
+    for (int64_t d = 0; d < depth; d += cpu::kPreparedUnit) {
+      const int64_t n = std::min<int64_t>(depth - d, cpu::kPreparedUnit);
+      widen(x + d, n, part);
+      dots_.prepare(shape, part, d, n, to);
+    }
   }
 
   void multiply(const Group& group, const WeightTask& task, Scratch& scratch) const {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "expert_groups.h"
+#include "rows.h"
 #include "stored_weight.h"
 #include "torch_product.h"
 #include "weight_only.h"
@@ -24,12 +25,17 @@ class WeightProduct {
  public:
   explicit WeightProduct(const WeightOnlyParams& p)
       : weight_(p.weight, p.scales, p.block_size),
-        x_(p.x.reshape({-1, weight_.depth()})),
+        x_(p.x),
+        rows_of_x_(p.x.numel() / weight_.depth()),
+        x_stride_(weight_.depth()),
         out_(p.out.mutable_data_ptr<T>()),
-        copies_(x_.size(0) ? p.out.numel() / weight_.rows() / x_.size(0) : 1),
+        copies_(rows_of_x_ ? p.out.numel() / weight_.rows() / rows_of_x_ : 1),
         by_expert_(p.experts, p.out.numel() / weight_.rows(), weight_.experts()) {
-    if (x_.stride(1) != 1 && weight_.depth() > 1) x_ = x_.contiguous();
-    x_stride_ = x_.stride(0);
+    // calls of torch take long where weights have left no code in the caches
+    if (!x_.is_contiguous()) {
+      x_ = dense(x_.reshape({-1, weight_.depth()}));
+      x_stride_ = x_.stride(0);
+    }
     // rows of experts that do not exist
     if (static_cast<int64_t>(by_expert_.order.size()) * weight_.rows() < p.out.numel()) {
       p.out.zero_();
@@ -43,6 +49,9 @@ class WeightProduct {
   template <typename Most>
   std::vector<WeightTask> tasks(const std::vector<Group>& turn, const Most& most) const {
     std::vector<WeightTask> found;
+    size_t count = 0;
+    for (const Group& group : turn) count += (weight_.rows() + most(group) - 1) / most(group);
+    found.reserve(count);
     for (size_t g = 0; g < turn.size(); ++g) {
       const int64_t step = most(turn[g]);
       for (int64_t first = 0; first < weight_.rows(); first += step) {
@@ -52,7 +61,7 @@ class WeightProduct {
     return found;
   }
 
-  int64_t rows_of_x() const { return x_.size(0); }
+  int64_t rows_of_x() const { return rows_of_x_; }
   int64_t index_of_x(int64_t row) const { return by_expert_.order[row] / copies_; }
   const T* x_row(int64_t row) const { return x_.const_data_ptr<T>() + index_of_x(row) * x_stride_; }
   T* out_row(int64_t row) const { return out_ + by_expert_.order[row] * weight_.rows(); }
@@ -80,7 +89,7 @@ class WeightProduct {
  private:
   StoredWeight weight_;
   Tensor x_;
-  int64_t x_stride_;
+  int64_t rows_of_x_, x_stride_;
   T* out_;
   int64_t copies_;          // rows of the output for a row of x
   ExpertGroups by_expert_;  // rows of the output
