@@ -355,14 +355,11 @@ struct Kernels {
   WeightPolicy ways = {};               // of products with stored weights
 };
 
-constexpr int kLineElements = 16;
-constexpr int kMostInt8Dims = 1024;
+constexpr int kLineElements = 16, kStagedKeys = 32, kMostInt8Dims = 1024;
 
 // keys per attend call: the most whose scores for a panel fit in half the level-1 cache
 template <typename E>
 constexpr int kAttendKeys = std::is_same_v<E, float> ? 64 : 128;
-
-constexpr int kStagedKeys = 32;
 
 // Shapes that fill tiles; any other is multiplied by vectors.
 constexpr int kMostTiledIndexDims = 256;

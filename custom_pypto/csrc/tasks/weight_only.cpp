@@ -17,7 +17,7 @@
 namespace custom_pypto {
 namespace {
 
-// of a weight, per task
+// of a weight, per task, of which each thread has some
 constexpr int64_t kRowsOfDots = 16, kBytesOfDots = 1 << 19;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
@@ -44,10 +44,9 @@ class StoredWay {
 
   void multiply(const std::vector<Group>& turn) {
     prepare(turn);
-    // some tasks for each thread
     const int64_t of_thread = weight_.rows() / (4 * at::get_num_threads()) / kRowsOfDots;
-    const int64_t bytes = std::max<int64_t>(weight_.row_bytes(), 1);  // 0: of an expanded weight
-    const int64_t most_of_dots = kBytesOfDots / kRowsOfDots / bytes;
+    const int64_t most_of_dots =
+        kBytesOfDots / std::max<int64_t>(kRowsOfDots * weight_.row_bytes(), 1);
     const int64_t dots = std::max<int64_t>(std::min(of_thread, most_of_dots), 1) * kRowsOfDots;
     const int64_t most = weight_.transposed() ? kColumns : dots;
     const auto tasks = product_.tasks(turn, [&](const Group&) { return most; });
