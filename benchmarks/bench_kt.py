@@ -56,7 +56,8 @@ class KtLayer(Layer):
 
     def theirs(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         out, tokens = torch.empty_like(x), torch.tensor([x.size(0)], dtype=torch.int32)
-        given = (each.data_ptr() for each in (ids, shares, x, out))
+        chosen = ids.long()
+        given = (each.data_ptr() for each in (chosen, shares, x, out))
         self.pool.submit(self.moe.forward_task(tokens.data_ptr(), CHOSEN, *given, False))
         self.pool.sync()
         return out

@@ -11,7 +11,7 @@ from pathlib import Path
 from .requirements import Problem
 
 SPINNING, POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
-SPINS = "1000"  # fewer cost speed on a quiet machine: docs/cpu_kernels.md
+SPINS = "1000"  # more cost speed beside busy processes: docs/cpu_kernels.md
 CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 

@@ -21,8 +21,7 @@ struct ExpertGroups {
       groups.push_back({.expert = 0, .first = 0, .count = rows});
       return;
     }
-    const bool long_ids = ids->scalar_type() == at::kLong;
-    const Tensor contiguous = (long_ids ? *ids : ids->to(at::kLong)).contiguous();
+    const Tensor contiguous = ids->to(at::kLong).contiguous();
     const int64_t* id = contiguous.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < rows; ++i) {
       if (id[i] >= 0 && id[i] < experts) order.push_back(i);
