@@ -20,6 +20,7 @@ from .version import __version__ as __version__
 threads.check_stack_size()
 threads.bound_spinning()
 machine.disable_broken_autoload()
+machine.ask_for_large_pages()
 try:
     import torch as _torch  # before _C, which links to its libraries
 

@@ -23,6 +23,7 @@ NO_NPU = Problem(
     "nothing to install on this machine; in the repository bash run.sh graph tries graph mode on a "
     "host simulator of CANN",
 )
+LARGE_PAGES = "/sys/kernel/mm/transparent_hugepage"  # of a kernel that has them
 # CPU features that kernels use or could use: x86, then Arm
 CPU_FEATURES = (
     "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
@@ -40,6 +41,15 @@ def disable_broken_autoload() -> None:
     """
     if "torch" not in sys.modules and torch_npu_problem():
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+
+def ask_for_large_pages() -> None:
+    """Lets torch ask Linux for pages of 2 MiB for tensors that are as large.
+
+    torch reads the variable when it first allocates one. What the user has set is left alone.
+    """
+    if os.path.exists(LARGE_PAGES):
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def commit() -> str | None:

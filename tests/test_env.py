@@ -114,6 +114,33 @@ def test_autoload_is_left_alone_where_there_is_no_torch_npu(monkeypatch):
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.environ
 
 
+FLAGS_OF_A_TENSOR = """
+import os, re, sys
+{before}
+import custom_pypto, torch
+tensor = torch.empty(2**25, dtype=torch.uint8)
+address = tensor.data_ptr() + 2**24
+within = False
+for line in open("/proc/self/smaps"):
+    if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+        within = int(found[1], 16) <= address < int(found[2], 16)
+    elif within and line.startswith("VmFlags:"):
+        print(line)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists(machine.LARGE_PAGES), reason="Linux without pages of 2 MiB")
+@pytest.mark.parametrize("user, large", [(None, True), ("1", True), ("0", False)])
+def test_tensors_are_in_large_pages_unless_the_user_says_no(user, large):
+    name = "THP_MEM_ALLOC_ENABLE"
+    set_it = (
+        f"os.environ.pop({name!r}, None)" if user is None else f"os.environ[{name!r}] = {user!r}"
+    )
+    ran = python("-c", FLAGS_OF_A_TENSOR.format(before=set_it))
+    assert ran.returncode == 0, ran.stderr
+    assert ("hg" in ran.stdout.split()) is large
+
+
 def test_torch_npu_for_another_torch_is_reported_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     monkeypatch.syspath_prepend(install(tmp_path, "torch_npu", "2.7.1.post2", ""))
