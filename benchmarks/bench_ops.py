@@ -1,13 +1,15 @@
-"""Rate of the ops on this CPU, as a share of the rate of torch.mm in the same dtype.
+"""Time of the ops on this CPU, compared with the least that torch would take.
 
-Every case is first compared with custom_pypto.reference. FLOP counts: 2 * S1 * S2 * 64 * 128 for
-the indexer (the time includes top-k, the count does not), 2 * S1 * N1 * 2048 * (576 + 512) for the
-attention, for that of a prompt 2 * N1 * (S1 * (S1 + 1) / 2 * (192 + 128) + S1 * 512 * 256): its
+Every case is first compared with custom_pypto.reference. Its limit is the time of torch.mm for as
+many operations in the same dtype, and of torch for reading the bytes that the op must read: keys by
+a sum of as many bytes of floats, selected rows by index_select. FLOP counts: 2 * S1 * S2 * 64 * 128
+for the indexer (the time includes top-k, the count does not), 2 * S1 * N1 * 2048 * (576 + 512) for
+the attention, for that of a prompt 2 * N1 * (S1 * (S1 + 1) / 2 * (192 + 128) + S1 * 512 * 256): its
 keys and values are expanded from latents. The time of a top-k is the indexer's time for 2048 keys
 minus its time for 1.
 
-Each op is called after torch.mm, as between the other layers of a model, and then again at once;
-the difference is the cost of cold caches and torch's dispatch.
+The op, and what reads, are called after torch.mm, as between the other layers of a model; the op
+then again at once: the difference is the cost of cold caches and torch's dispatch.
 """
 
 import statistics
@@ -18,7 +20,7 @@ from typing import NamedTuple
 import floors
 import inputs
 import torch
-from inputs import BLOCK, D, K, L, R
+from inputs import BLOCK, D, K, L, R, as_loaded
 from measure import Benchmark, Floor, in_own_process, interleaved, median_ms, no_floor, ratio
 
 import custom_pypto
@@ -26,21 +28,26 @@ from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequa
 from custom_pypto.rows.expanded import Heads, expanded_attention, in_float32
 from custom_pypto.rows.latents import int8_row_bytes
 
-FLOORS = floors.OPS | floors.PROMPTS
+CASES = [*floors.OPS, *floors.PROMPTS]
 # of the float32 indexer on AVX2, as a share of torch.mm in float32
 AVX2_FLOOR = ("indexer", 256, 8192), 0.6
+
+
+def nothing_to_read() -> None:
+    """Rows in the CPU's caches."""
 
 
 class Case(NamedTuple):
     name: str
     run: Callable
     flop: int
+    read: Callable = nothing_to_read  # by torch, the bytes that the op reads from memory
 
 
 def in_int8(x: dict) -> dict:
     """The call of the int8 indexer on the same rows."""
     query, query_scale = custom_pypto.npu_quant_rows_pto(x["query"])
-    key, key_scale = custom_pypto.npu_quant_rows_pto(x["key"].nan_to_num(0))
+    key, key_scale = map(as_loaded, custom_pypto.npu_quant_rows_pto(x["key"].nan_to_num(0)))
     scales = dict(query_dequant_scale=query_scale, key_dequant_scale=key_scale)
     x = {name: value for name, value in x.items() if name != "cmp_ratio"}
     return x | scales | dict(query=query, key=key, query_quant_mode=0, key_quant_mode=0)
@@ -51,7 +58,8 @@ def checked_indexer(op: str, x: dict) -> Case:
     run = partial(getattr(custom_pypto, op), **x)
     inputs.compare(op, inputs.last_token(x), run()[:, -1:])
     name = f"lightning indexer, S1={S1}, {S2 // 1024}K keys"
-    return Case(name, run, 2 * S1 * S2 * x["query"].size(2) * D)
+    read = as_loaded(torch.ones(x["key"].nbytes // 4)).sum
+    return Case(name, run, 2 * S1 * S2 * x["query"].size(2) * D, read)
 
 
 def indexer_case(S1: int, S2: int, dtype: torch.dtype) -> Case:
@@ -64,10 +72,26 @@ def int8_indexer_cases(S1: int, S2: int) -> tuple[Case, Case]:
     return checked_indexer("npu_lightning_indexer_pto", x), quantized
 
 
+def gather(x: dict) -> Callable:
+    """Reads the rows that are selected, each once, in random order."""
+    rows = [as_loaded(x[name].flatten(0, 2)) for name in ("key", "key_rope")]
+    selected = x["sparse_indices"].unique().long()
+    blocks = x["block_table"][0].long()[selected // BLOCK]
+    slots = (blocks * BLOCK + selected % BLOCK)[torch.randperm(len(selected))]
+    outs = [row.new_empty(len(slots), row.size(1)) for row in rows]
+
+    def read() -> None:
+        for row, out in zip(rows, outs, strict=True):
+            torch.index_select(row, 0, slots, out=out)
+
+    return read
+
+
 def attention_of(x: dict, op: Callable = custom_pypto.npu_sparse_flash_attention_pto) -> Case:
     S1, N1 = x["query"].shape[1:3]
     name = f"sparse attention, S1={S1}, {N1} heads"
-    return Case(name, partial(op, **x), 2 * S1 * N1 * K * (2 * L + R))
+    read = gather(x) if "key_rope" in x else nothing_to_read
+    return Case(name, partial(op, **x), 2 * S1 * N1 * K * (2 * L + R), read)
 
 
 def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype) -> Case:
@@ -103,13 +127,11 @@ def int8_attention_cases(S1: int, N1: int, S2: int) -> tuple[Case, Case]:
     """On the dequantized rows, and on those of int8: the same to the bit."""
     x = inputs.attention(S1, N1, S2)
     key, key_rope = (x[name].nan_to_num(0) for name in ("key", "key_rope"))
-    cache = torch.zeros(*key.shape[:-1], int8_row_bytes(L, R), dtype=torch.int8)
+    cache = as_loaded(torch.zeros(*key.shape[:-1], int8_row_bytes(L, R), dtype=torch.int8))
     slots = torch.arange(key.size(0) * key.size(1)).view(key.shape[:2])
     custom_pypto.npu_kv_quant_update_pto(key.squeeze(2), key_rope.squeeze(2), slots, cache)
-    rows = dict(
-        zip(("key", "key_rope"), dequantized_latents(cache, L, torch.bfloat16), strict=True)
-    )
-    bfloat16 = attention_of(x | rows)
+    rows = map(as_loaded, dequantized_latents(cache, L, torch.bfloat16))
+    bfloat16 = attention_of(x | dict(zip(("key", "key_rope"), rows, strict=True)))
     query = torch.cat([x.pop("query"), x.pop("query_rope")], -1)
     for name in ("key_rope", "sinks"):
         x.pop(name)
@@ -129,23 +151,18 @@ def case_of(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Case
     return MAKE[name](*shape, dtype)
 
 
-def with_aim(*key) -> str:
-    """The floor of a case on this machine, and its aim if it has one; "-" without a floor."""
-    if (found := floors.here(FLOORS).get(key)) is None:
-        return "-"
-    floor, aim = found
-    return f"{floor:.2f}" + (f" (aim {aim:.2f})" if aim else "")
-
-
 def times(case: Case, dtype: torch.dtype, repeats: int) -> dict[str, list[float]]:
-    """Seconds of torch.mm, of the op right after it, on cold caches, and of the op again."""
+    """Seconds of torch.mm, of the op right after it, on cold caches, of the op again, and of
+    torch's reading after another torch.mm."""
     a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
-    return interleaved({"mm": lambda: a @ b, "op": case.run, "again": case.run}, repeats)
+    calls = {"mm": lambda: a @ b, "op": case.run, "again": case.run}
+    return interleaved(calls | {"mm again": calls["mm"], "read": case.read}, repeats)
 
 
-def share(case: Case, seconds: dict[str, list[float]], call: str = "op") -> float:
-    """Share of the rate of torch.mm: its seconds per operation over ours."""
-    return ratio(seconds["mm"], seconds[call]) * case.flop / (2 * 2048**3)
+def share(case: Case, seconds: dict[str, list[float]]) -> float:
+    """The limit over the op's time."""
+    computing = ratio(seconds["mm"], seconds["op"]) * case.flop / (2 * 2048**3)
+    return computing + ratio(seconds["read"], seconds["op"])
 
 
 def few(key: tuple, repeats: int) -> int:
@@ -214,14 +231,7 @@ def parts() -> list[Case]:
         actual_seq_lengths_kv=one,
         **table,
     )
-    rows, ropes = (torch.randn(65536, width).bfloat16() for width in (L, R))
-    indices = torch.randperm(65536)[:K]
-    copies = rows[:K].clone(), ropes[:K].clone()
-
-    def gather():
-        torch.index_select(rows, 0, indices, out=copies[0])
-        torch.index_select(ropes, 0, indices, out=copies[1])
-
+    far = gather(inputs.attention(1, 1, 65536))
     near = [
         attention_case(S1, N1, 4096, torch.bfloat16)
         for S1, N1 in ((1, 128), (4, 64), (4, 32), (4, 16))
@@ -231,7 +241,7 @@ def parts() -> list[Case]:
         Case("add_custom, 16 numbers", lambda: custom_pypto.add_custom(x, x), 0),
         Case("lightning indexer, one key of 16 dims", index, 0),
         Case("sparse attention, one key of 16 dims", attend, 0),
-        Case("torch.index_select, 2048 rows of latent and RoPE, 64K keys", gather, 0),
+        Case("torch.index_select, 2048 rows of latent and RoPE, 64K keys", far, 0),
         *(Case(f"{case.name}, 4K keys", case.run, case.flop) for case in near),
     ]
 
@@ -250,16 +260,18 @@ def avx2_share() -> float:
 
 def op_floors(threads: int, repeats: int) -> Iterator[Floor]:
     torch.set_num_threads(1)
-    for key, limits in floors.here(FLOORS).items():
-        if limits is None:
+    bfloat16 = torch.ops.custom_pypto.cpu_isa() in ("avx512_bf16", "amx")
+    found = floors.OPS if bfloat16 else dict.fromkeys(floors.OPS)
+    for key, least in (found | floors.here(floors.PROMPTS)).items():
+        if least is None:
             yield no_floor(f"{key[0]} {key[1:]}, bfloat16")
             continue
-        case, least = case_of(*key), limits[0]
+        case = case_of(*key)
 
         def measure(case=case, key=key) -> float:
             return share(case, times(case, torch.bfloat16, few(key, repeats)))
 
-        yield Floor(f"{case.name}, floor {with_aim(*key)}", measure, least)
+        yield Floor(case.name, measure, least)
     amx = torch.ops.custom_pypto.cpu_isa() == "amx"
     for ascending, most in (floors.TOP_K_OF_AMX if amx else floors.TOP_K).items():
         name = f"top-k 2048 of 128K, {'ascending' if ascending else 'random'}, of torch.topk's time"
@@ -274,20 +286,19 @@ def op_floors(threads: int, repeats: int) -> Iterator[Floor]:
 
 def op_rows(threads: int, repeats: int) -> Iterator[list[str]]:
     for dtype in (torch.bfloat16, torch.float32):
-        for key in FLOORS:
+        for key in CASES:
             case = case_of(*key, dtype=dtype)
             seconds = times(case, dtype, repeats)
             rate = f"{case.flop / statistics.median(seconds['op']) / 1e9:.0f}"
-            of_mm = [f"{share(case, seconds, call):.2f}" for call in ("op", "again")]
-            yield [case.name, str(dtype)[6:], median_ms(seconds["op"]), rate, *of_mm]
+            ms = [median_ms(seconds[call]) for call in ("op", "again")]
+            yield [case.name, str(dtype)[6:], *ms, rate, f"{share(case, seconds):.2f}"]
 
 
 def part_rows(repeats: int) -> Iterator[list[str]]:
     for case in parts():
         seconds = times(case, torch.bfloat16, repeats)
         ms = [median_ms(seconds[call], 3) for call in ("op", "again")]
-        of_mm = [f"{share(case, seconds, c):.2f}" if case.flop else "-" for c in ("op", "again")]
-        yield [case.name, *ms, *of_mm]
+        yield [case.name, *ms]
 
 
 def int8_rows(repeats: int) -> Iterator[list[str]]:
@@ -298,17 +309,16 @@ def int8_rows(repeats: int) -> Iterator[list[str]]:
         yield [name, *ms, f"{speedup:.2f}"]
 
 
-OF_MM = ["of torch.mm 2048^3", "called again"]
 BENCHMARKS = {
     "ops": Benchmark(
-        ["op", "dtype", "ms", "GFLOP/s", *OF_MM],
+        ["op", "dtype", "ms", "ms again", "GFLOP/s", "limit / time"],
         op_rows,
         op_floors,
         cases=2,
         variant="threads: {threads}",
     ),
     "parts": Benchmark(
-        ["call", "ms after torch.mm", "ms again", *OF_MM],
+        ["call", "ms after torch.mm", "ms again"],
         part_rows,
     ),
     "int8_ops": Benchmark(

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from floors import WEIGHTS, here
-from inputs import compare
+from inputs import as_loaded, compare
 from measure import READ, Benchmark, Floor, interleaved, known, median_ms, ratio
 from model_sides import LAYER, layer_decode_call, layer_prefill_call
 from torch.nn import functional
@@ -29,11 +29,6 @@ CONTEXTS = (4096, 65536)
 # shares of the plain layer in bfloat16
 MOST_MEMORY = {"fp8": 0.53, "int8": 0.53, "fp4": 0.30, "int4": 0.30}
 MOST_TIME = {"fp8": 0.6, "int8": 0.6, "fp4": 0.5, "int4": 0.4}
-
-
-def as_loaded(x: torch.Tensor, beside: int = 0) -> torch.Tensor:
-    """A copy in the memory that ``models.load`` gives weights."""
-    return empty(x.shape, x.dtype, beside=beside).copy_(x)
 
 
 def both_as_loaded(values: torch.Tensor, scales: torch.Tensor | None) -> list[torch.Tensor | None]:

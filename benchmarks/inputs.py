@@ -35,6 +35,13 @@ OF_TOKENS = ("query", "query_rope", "weights", "query_dequant_scale", "sparse_in
 OF_KEYS = ("key", "key_rope")
 
 
+def as_loaded(x: torch.Tensor, beside: int = 0) -> torch.Tensor:
+    """A copy in the memory that the models give weights and caches."""
+    from custom_pypto.models.memory import empty  # needs transformers, the NPU's inputs do not
+
+    return empty(x.shape, x.dtype, beside=beside).copy_(x)
+
+
 def call(op: str, S1: int, lengths: list[int], dtype: torch.dtype, **sizes) -> dict:
     """A call of ``S1`` tokens of each sequence, whose key ``lengths`` may differ."""
     x = of(op).inputs([S1] * len(lengths), lengths, dtype=dtype, **SIZES[op] | sizes)
@@ -52,12 +59,16 @@ def first(x: dict, names: tuple[str, ...], count: int) -> dict:
     return {name: x[name][:, :count].contiguous() for name in names if x.get(name) is not None}
 
 
+def in_a_cache(x: dict) -> dict:
+    return x | {name: as_loaded(x[name]) for name in OF_KEYS if x.get(name) is not None}
+
+
 def indexer(S1: int, S2: int, dtype: torch.dtype = torch.bfloat16, **sizes) -> dict:
-    return call("npu_lightning_indexer_pto", S1, [S2], dtype, **sizes)
+    return in_a_cache(call("npu_lightning_indexer_pto", S1, [S2], dtype, **sizes))
 
 
 def attention(S1: int, N1: int, S2: int, dtype: torch.dtype = torch.bfloat16, **sizes) -> dict:
-    return call("npu_sparse_flash_attention_pto", S1, [S2], dtype, heads=N1, **sizes)
+    return in_a_cache(call("npu_sparse_flash_attention_pto", S1, [S2], dtype, heads=N1, **sizes))
 
 
 def last_token(x: dict) -> dict:

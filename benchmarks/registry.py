@@ -26,10 +26,11 @@ SCORES = "Not run: upstream's prompts of which the scores in float32 do not fit 
 BENCHMARKS = {
     "ops": Entry(
         "bench_ops",
-        "the ops compared with torch.mm",
+        "the ops compared with torch's time for their operations and bytes",
         dict(threads=1, repeats=15),
-        shown=("ms", "of torch.mm 2048^3"),
-        note="Of the rate of a matmul in the same dtype, right after it, with cold caches.",
+        shown=("ms", "limit / time"),
+        note="Right after a matmul, with cold caches. The limit: that matmul's time for as many "
+        "operations, and torch's for reading the keys or the selected rows.",
     ),
     "parts": Entry("bench_ops", "what short calls spend outside of arithmetic", dict(repeats=15)),
     "int8_ops": Entry(

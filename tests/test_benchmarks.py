@@ -174,17 +174,18 @@ def test_kernels_without_a_floor_are_named(capsys):
     assert capsys.readouterr().out == "no floor: bench x --check has none\n"
 
 
-@pytest.mark.parametrize("table", [floors.OPS, floors.LAYER_DECODE])
-def test_every_case_has_floors_for_the_same_sets_of_kernels(table):
-    assert all(row.keys() == {"amx", "avx512_bf16"} for row in table.values())
+def test_every_context_has_floors_for_the_same_sets_of_kernels():
+    assert all(row.keys() == {"amx", "avx512_bf16"} for row in floors.LAYER_DECODE.values())
 
 
-def test_an_aim_is_above_the_floor_that_is_printed_beside_it():
-    for row in floors.OPS.values():
-        assert all(aim is None or aim > floor for floor, aim in row.values())
-    known = {key: found for key, found in floors.here(floors.OPS).items() if found}
-    for key, (floor, aim) in known.items():
-        assert bench_ops.with_aim(*key) == f"{floor:.2f}" + (f" (aim {aim:.2f})" if aim else "")
+@pytest.mark.parametrize("name", bench_ops.MAKE)
+def test_the_limit_of_an_op_counts_its_operations_and_its_reads(name):
+    shape = dict(indexer=(4, 2048), attention=(4, 16, 4096), prompt=(64, 8))[name]
+    case = bench_ops.case_of(name, *shape)
+    seconds = dict(mm=[2.0], op=[8.0], read=[4.0])
+    computed = case.flop / (2 * 2048**3) * 2.0
+    assert bench_ops.share(case, seconds) == pytest.approx((computed + 4.0) / 8.0)
+    case.read()
 
 
 def test_floors_of_other_kernels_are_not_checked():
