@@ -48,7 +48,7 @@ BENCHMARKS = {
     ),
     "gradients": Entry(
         "bench_gradients",
-        "gradients, compared with the forward or torch.mm",
+        "gradients, compared with the forward or torch",
         dict(repeats=5),
         shown=("ms", "ratio", "compared with"),
     ),
