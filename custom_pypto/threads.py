@@ -11,7 +11,7 @@ from pathlib import Path
 from .requirements import Problem
 
 SPINNING, POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
-SPINS = "1000"  # more cost speed beside busy processes: docs/cpu_kernels.md
+SPINS = "3000"  # more cost speed beside busy processes: docs/cpu_kernels.md
 CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -34,7 +34,7 @@ def check_stack_size() -> None:
 
 
 def bound_spinning() -> None:
-    """Lets threads of torch spin for about 50 us when they wait for others, then sleep.
+    """Lets threads of torch spin for about 150 us when they wait for others, then sleep.
 
     libgomp's default is milliseconds, in which a thread that another process has displaced cannot
     come back to a core. libgomp reads the variable when torch loads it: this has no effect after
