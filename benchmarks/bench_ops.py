@@ -272,10 +272,9 @@ def op_floors(threads: int, repeats: int) -> Iterator[Floor]:
             return share(case, times(case, torch.bfloat16, few(key, repeats)))
 
         yield Floor(case.name, measure, least)
-    amx = torch.ops.custom_pypto.cpu_isa() == "amx"
-    for ascending, most in (floors.TOP_K_OF_AMX if amx else floors.TOP_K).items():
+    for ascending in (False, True):
         name = f"top-k 2048 of 128K, {'ascending' if ascending else 'random'}, of torch.topk's time"
-        yield Floor(name, partial(top_k_share, ascending, repeats), most, at_least=False)
+        yield Floor(name, partial(top_k_share, ascending, repeats), floors.TOP_K, at_least=False)
     key, least = AVX2_FLOOR
     if torch.ops.custom_pypto.cpu_isa() == "generic":
         yield no_floor(f"{key[0]} {key[1:]}, float32, kernels avx2")
