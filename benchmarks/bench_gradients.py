@@ -1,7 +1,6 @@
 """Gradients of the ops next to the forward of the same pairs of tokens and keys; those of the
 indexer, where bfloat16 is widened, next to torch.mm in float32 and torch.index_select of the
-selected rows. Compared with the reference before
-anything is timed."""
+selected rows. Compared with the reference before anything is timed."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -97,14 +96,8 @@ def of_indexer(
 
 def gather(dims: int) -> Callable:
     """Reads the rows that each token selects."""
-    rows, out = torch.randn(KEYS, dims), torch.empty(K, dims)
-    indices = [torch.randperm(KEYS)[:K] for _ in range(TOKENS)]
-
-    def read() -> None:
-        for selected in indices:
-            torch.index_select(rows, 0, selected, out=out)
-
-    return read
+    selections = [torch.randperm(KEYS)[:K] for _ in range(TOKENS)]
+    return inputs.gathering([torch.randn(KEYS, dims)], selections)
 
 
 def scores(keys: int, dtype: torch.dtype, selected: int = 1) -> Part:

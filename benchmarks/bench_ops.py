@@ -78,13 +78,7 @@ def gather(x: dict) -> Callable:
     selected = x["sparse_indices"].unique().long()
     blocks = x["block_table"][0].long()[selected // BLOCK]
     slots = (blocks * BLOCK + selected % BLOCK)[torch.randperm(len(selected))]
-    outs = [row.new_empty(len(slots), row.size(1)) for row in rows]
-
-    def read() -> None:
-        for row, out in zip(rows, outs, strict=True):
-            torch.index_select(row, 0, slots, out=out)
-
-    return read
+    return inputs.gathering(rows, [slots])
 
 
 def attention_of(x: dict, op: Callable = custom_pypto.npu_sparse_flash_attention_pto) -> Case:

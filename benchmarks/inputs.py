@@ -1,6 +1,7 @@
 """Calls with the sizes of DeepSeek-V3.2, of the inputs that the tests make, without padding, and
 their comparison with the reference, without which nothing is timed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,6 +70,18 @@ def indexer(S1: int, S2: int, dtype: torch.dtype = torch.bfloat16, **sizes) -> d
 
 def attention(S1: int, N1: int, S2: int, dtype: torch.dtype = torch.bfloat16, **sizes) -> dict:
     return in_a_cache(call("npu_sparse_flash_attention_pto", S1, [S2], dtype, heads=N1, **sizes))
+
+
+def gathering(rows: list[torch.Tensor], selections: list[torch.Tensor]) -> Callable[[], None]:
+    """What reads the rows of each of the selections, which are of one length, by torch."""
+    outs = [row.new_empty(len(selections[0]), row.size(1)) for row in rows]
+
+    def read() -> None:
+        for selected in selections:
+            for row, out in zip(rows, outs, strict=True):
+                torch.index_select(row, 0, selected, out=out)
+
+    return read
 
 
 def last_token(x: dict) -> dict:

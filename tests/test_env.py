@@ -115,7 +115,7 @@ def test_autoload_is_left_alone_where_there_is_no_torch_npu(monkeypatch):
 
 
 FLAGS_OF_A_TENSOR = """
-import os, re, sys
+import os, re
 {before}
 import custom_pypto, torch
 tensor = torch.empty(2**25, dtype=torch.uint8)
