@@ -13,8 +13,8 @@ import custom_pypto  # noqa: F401  loads the op that names the set
 # what torch takes for the same operations and bytes, over the op's time: ("indexer", S1, S2),
 # ("attention", S1, N1, S2), of PROMPTS ("prompt", S1, N1). Both sides wait for the same memory and
 # clock, so that the kernel set has no part in it: two thirds of the least that a Xeon gave with the
-# kernels amx and avx512_bf16 while its memory read 4 to 9 GB/s; in a quiet hour amx gave 1.06 to 1.23
-# where they are 1. Not measured on an AMD CPU
+# kernels amx and avx512_bf16 while its memory read 4 to 9 GB/s; in a quiet hour amx gave 1.06 to
+# 1.23 where they are 1. Not measured on an AMD CPU
 OPS = {
     ("indexer", 1, 8192): 0.45,
     ("indexer", 1, 65536): 0.8,
