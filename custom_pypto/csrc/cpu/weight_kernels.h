@@ -33,6 +33,7 @@ struct Dots {
   // One row of x meets rows of up to so many values of the weight in turn, which are one stream;
   // else several at once, for which it is read once. The bits are the same.
   int most_in_turn;
+  int near;  // bytes that each of several streams is read ahead
   bool in_turn() const { return depth <= most_in_turn; }
 };
 

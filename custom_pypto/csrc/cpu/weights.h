@@ -8,7 +8,7 @@
 namespace custom_pypto::cpu {
 namespace {
 
-constexpr int kAhead = 8192, kNear = 2048;  // bytes
+constexpr int kAhead = 8192;  // bytes
 constexpr int kUsualGroup = 128;
 constexpr int kPart = 512;  // values, a multiple of the usual group; sums do not cross parts
 // Rows of x at once, products of these and rows of the weight, and sums of a product: what fits in
@@ -64,16 +64,15 @@ INLINE void each_tile_of_weight(const Dots& call, const Tile& tile) {
 }
 
 // Prefetches what follows the rows of a tile: of one stream far ahead, into the level-2 cache; of
-// each of several near ahead, into level 1, which reads a tenth faster than without on a Granite
-// Rapids.
+// each of several `near` ahead, into level 1.
 template <int STREAMS>
 class NextRows {
  public:
   INLINE NextRows(const Dots& call, int w, int apart)
-      : p_(call.weight + w * call.stride + (STREAMS > 1 ? kNear : kAhead)),
+      : p_(call.weight + w * call.stride + (STREAMS > 1 ? call.near : kAhead)),
         apart_(apart * call.stride) {
     // behind the last row those of the next task
-    if (STREAMS > 1 && w + 1 >= apart) p_ += call.stride - kNear + (STREAMS - 1) * apart_;
+    if (STREAMS > 1 && w + 1 >= apart) p_ += call.stride - call.near + (STREAMS - 1) * apart_;
   }
   template <int BYTES>
   INLINE void fetch() {

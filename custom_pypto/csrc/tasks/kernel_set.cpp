@@ -50,13 +50,15 @@ int amd_family() {
   return (eax >> 8 & 15) + (eax >> 20 & 255);
 }
 
-// Intel's CPUs read several rows of a weight at once faster, Zen 5 one, Zen 4 one of a length that
-// leaves x in the level-1 cache.
-void set_most_in_turn(cpu::Kernels& set) {
+// How rows of a weight are read fastest, measured: on Intel's CPUs several at once, on Zen 5 one,
+// on Zen 4 one of a format whose values take many instructions, if x stays in the level-1 cache.
+void set_streams(cpu::Kernels& set) {
   const int family = amd_family();
   if (family == 25) {
-    set.most_in_turn[cpu::kBfloat16Weight] = 8192;
-    set.most_in_turn[cpu::kFp8Weight] = 2048;
+    set.near = 256;
+    for (auto format : {cpu::kFp8Weight, cpu::kInt4Weight, cpu::kFp4Weight}) {
+      set.most_in_turn[format] = 8192;
+    }
   } else if (family > 25) {
     for (int& most : set.most_in_turn) most = INT_MAX;
   }
@@ -98,7 +100,7 @@ Sets sets_of_cpu() {
   const bool avx512 = sets.has(bw, &cpu::kAvx512, "avx512");
   const bool vnni = sets.has(bytes, &cpu::kAvx512Vnni, "avx512_vnni") && avx512;
   cpu::Kernels vectors = avx512 ? cpu::kAvx512 : cpu::kGeneric;
-  set_most_in_turn(vectors);
+  set_streams(vectors);
   if (vnni) {
     vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
     vectors.int16 = &cpu::kAvx512VnniInt16;
@@ -138,6 +140,8 @@ Sets sets_of_cpu() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (sets.has(avx2, &cpu::kAvx2, "avx2")) {
     cpu::Kernels set = cpu::kAvx2;
+    set_streams(set);
+    set.most_in_turn[cpu::kFp8Weight] = 0;  // floats meet several rows at once
     set.int8_as_int16 = &cpu::kAvx2Int8;
     set.int16 = &cpu::kAvx2Int16;
     set.ways = kByInt16;

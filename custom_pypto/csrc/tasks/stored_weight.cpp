@@ -5,7 +5,8 @@
 namespace custom_pypto {
 namespace {
 
-constexpr int64_t kReadBehind = 16;  // scales that kernels may read behind the last
+constexpr int64_t kReadBehind = 16;      // scales that kernels may read behind the last
+constexpr int64_t kScalesInTurn = 2048;  // that stay in the level-1 cache
 
 }  // namespace
 
@@ -145,8 +146,15 @@ cpu::Dots StoredWeight::shape() const {
   call.group = static_cast<int>(group_);
   call.groups = static_cast<int>(groups_);
   call.has_offsets = has_offsets();
-  call.most_in_turn = custom_pypto::kernels().most_in_turn[format_];
+  const cpu::Kernels& set = custom_pypto::kernels();
+  call.most_in_turn = set.most_in_turn[format_];
+  call.near = set.near;
   return call;
+}
+
+int64_t StoredWeight::rows_of_call(int64_t rows_of_x, int64_t rows) const {
+  if (rows_of_x > 1 || !shape().in_turn()) return rows;
+  return std::min(std::max<int64_t>(kScalesInTurn / groups_, 1), rows);
 }
 
 cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,

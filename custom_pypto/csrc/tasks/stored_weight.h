@@ -65,6 +65,9 @@ class StoredWeight {
   // What the operands of all rows share.
   cpu::Dots shape() const;
 
+  // Of the next `rows`, those that a call of the kernels multiplies.
+  int64_t rows_of_call(int64_t rows_of_x, int64_t rows) const;
+
   // The operand of the kernels for some rows; `scales` keeps theirs, unless kernels read them as
   // they are stored.
   cpu::Dots operand(int64_t expert, int64_t first, int64_t rows, AlignedVector<float>& scales,

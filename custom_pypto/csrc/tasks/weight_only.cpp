@@ -116,12 +116,16 @@ class StoredWay {
       kernels().add_rows(weight_.bfloat16(group.expert, task.first), weight_.column_stride(), x,
                          group.count, weight_.depth(), task.rows, out);
     } else {
-      cpu::Dots call =
-          weight_.operand(group.expert, task.first, task.rows, scratch.scales, dots_.stored_scales);
-      call.x = x;
-      call.m = group.count;
-      call.out = out;
-      dots_.dots(call);
+      cpu::Dots call = {};
+      for (int64_t first = task.first; first < task.first + task.rows; first += call.n) {
+        const int64_t rows = weight_.rows_of_call(group.count, task.first + task.rows - first);
+        call = weight_.operand(group.expert, first, rows, scratch.scales, dots_.stored_scales);
+        call.x = x;
+        call.m = group.count;
+        call.out = out;
+        dots_.dots(call);
+        for (int64_t i = 0; i < group.count; ++i) out[i] += rows;
+      }
     }
     for (int64_t i = 0; i < group.count; ++i) {
       narrow(scratch.out.data() + i * task.rows, task.rows,
@@ -387,14 +391,10 @@ void multiply(const WeightOnlyParams& p) {
 }  // namespace
 
 void weight_only(const WeightOnlyParams& p) {
-  switch (p.x.scalar_type()) {
-    case at::kFloat:
-      return multiply<float>(p);
-    case at::kHalf:
-      return multiply<c10::Half>(p);
-    default:
-      return multiply<c10::BFloat16>(p);
-  }
+  const at::ScalarType dtype = p.x.scalar_type();
+  if (dtype == at::kFloat) return multiply<float>(p);
+  if (dtype == at::kHalf) return multiply<c10::Half>(p);
+  multiply<c10::BFloat16>(p);
 }
 
 }  // namespace custom_pypto
