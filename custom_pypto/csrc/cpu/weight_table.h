@@ -93,16 +93,6 @@ void read_int4_scales(const void* from, int64_t count, float* scales) {
 
 // of fp4: half of 2^(bits - 127), as the kernels' values of e2m1 count twice, and NaN for 255
 void read_fp4_scales(const void* from, int64_t count, float* scales) {
-  IntVec least = IntVec{} + 2, most = least;
-  each_scale<1, 1>(from, count, scales, [&](const char* p, Vec* values) INLINED {
-    const IntVec exponent = load_int8(p) & 0xFF;
-    least = exponent < least ? exponent : least;
-    most = exponent > most ? exponent : most;
-    values[0] = (Vec)((exponent - 1) << 23);
-  });
-  bool normal = true;
-  for (int i = 0; i < kLanes; ++i) normal &= least[i] > 1 && most[i] < 255;
-  if (normal) return;
   each_scale<1, 1>(from, count, scales, [](const char* p, Vec* values) INLINED {
     const IntVec exponent = load_int8(p) & 0xFF;
     const IntVec subnormal = exponent == 0 ? IntVec{} + (1 << 21) : IntVec{} + (1 << 22);
