@@ -1,11 +1,12 @@
 """Times stored weights on one thread: linear layers next to torch's in bfloat16 and to the read
 bandwidth, and a full-size layer of DeepSeek-V3.2 with 8 experts in each format."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from floors import WEIGHTS, here
+from floors import UNPACKING, WEIGHTS, here
 from inputs import as_loaded, compare
 from measure import READ, Benchmark, Floor, interleaved, known, median_ms, ratio
 from model_sides import LAYER, layer_decode_call, layer_prefill_call
@@ -178,8 +179,7 @@ def linear_floors(repeats: int) -> Iterator[Floor]:
             seconds = linears.measured(tokens, repeats if tokens < 64 else 2)
             return min(ratio(seconds["torch"], seconds[kind]) for kind in WEIGHT_FORMATS)
 
-        # of many, torch multiplies what was unpacked: with AMX that takes a twentieth of its time
-        unpacks = tokens == max(TOKENS) and torch.ops.custom_pypto.cpu_isa() == "amx"
+        unpacks = tokens >= UNPACKING.get(torch.ops.custom_pypto.cpu_isa(), math.inf)
         least = 0.9 if unpacks else 1.0
         yield Floor(f"slowest format, {tokens} tokens, speedup over torch", slowest, least)
 
