@@ -247,7 +247,7 @@ def parser_of_options():
     add("--revision", help="branch, tag or commit of the repository")
     add("--layers", type=at_least(1), metavar="N", help="the first N layers only")
     add("--weights", choices=["stored", *rounded_formats()], help="format of the weights")
-    add("--activations", choices=["int8"], help="of prompts, where weights are int8 (W8A8)")
+    add("--activations", choices=["int8"], help="of layers in int8 or 4 bits (W8A8, W4A8)")
     add("--memory", metavar="SIZE", help="of weights, such as 64GB; other experts stay in files")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
 

@@ -3,12 +3,14 @@
 import json
 import re
 
+import pytest
+from example_programs import EXAMPLES, process  # which makes the next ones found
+
+# isort: split
 import estimates
 import model_memory
-import pytest
 import train_lookup
 import train_lookup_v4
-from example_programs import EXAMPLES, process
 
 
 def generate(run_example, *arguments: str, **kwargs) -> dict:
@@ -62,7 +64,10 @@ def test_a_prompt_is_continued_on_the_ops_and_standard_output_has_the_text_alone
 
 @pytest.mark.parametrize(
     "weights, more",
-    [("stored", []), ("int8", []), ("int8", ["--activations", "int8"]), ("int4", [])],
+    [
+        *((kind, []) for kind in ("stored", "int8", "int4")),
+        *((kind, ["--activations", "int8"]) for kind in ("int8", "int4")),
+    ],
 )
 def test_a_prompt_is_continued_with_quantized_weights(weights, more, run_example):
     report = generate(run_example, "--prompt", f"{FACTS} otter?", "--weights", weights, *more)

@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 from ..weight_formats import WEIGHT_FORMATS, values_of, weight_format_of
 from .checks import ROUNDING
 
-EXACT_TOKENS = 16  # which are never rounded to int8
+FEW_TOKENS = 16  # of which x is rounded to int8 for a weight of 4 bits, of more for int8
 
 
 def matrix_of(weight: Tensor, scales: Tensor | None, block_size: int) -> Tensor:
@@ -15,18 +15,19 @@ def matrix_of(weight: Tensor, scales: Tensor | None, block_size: int) -> Tensor:
     return (weight if scales is None else values_of(weight, scales, block_size)).double()
 
 
-def rows_of(x: Tensor, experts: Tensor | None, int8_x: bool) -> Tensor:
+def rows_of(x: Tensor, weight: Tensor, experts: Tensor | None, int8_x: bool) -> Tensor:
     """In float64, rounded to int8 where the op does that."""
     tokens = x.numel() // max(1, x.size(-1))
     if experts is not None:
         tokens = experts.numel() // max(1, experts.size(-1)) if experts.dim() else 1
-    if not int8_x or tokens <= EXACT_TOKENS:
+    int8 = weight.dtype == torch.int8
+    if not int8_x or int8 == (tokens <= FEW_TOKENS):
         return x.double()
-    rows = x.float()
-    largest = rows.abs().amax(-1, keepdim=True)
+    parts = x.float().unflatten(-1, (-1, x.size(-1) if int8 else 32))
+    largest = parts.abs().amax(-1, keepdim=True)
     factor = torch.full_like(largest, 127) / largest  # not the product with a reciprocal
-    steps = (rows * factor.masked_fill(largest <= 1e-30, 0)).round()
-    return steps.double() * (largest / 127).double()
+    steps = (parts * factor.masked_fill(largest <= 1e-30, 0)).round()
+    return (steps.double() * (largest / 127).double()).flatten(-2)
 
 
 def weight_only_linear(
@@ -38,7 +39,7 @@ def weight_only_linear(
     block_size: int = 128,
     int8_x: bool = False,
 ) -> Tensor:
-    matrix, rows = matrix_of(weight, scales, block_size), rows_of(x, experts, int8_x)
+    matrix, rows = matrix_of(weight, scales, block_size), rows_of(x, weight, experts, int8_x)
     if experts is None:
         return (rows @ matrix.mT).to(x.dtype)
     if experts.dim() == x.dim():
@@ -68,6 +69,10 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
             yield dtype, shape, arguments
             if kind == "int8":
                 yield dtype, f"{shape}, x in int8", arguments | {"int8_x": True}
+            if kind in ("int4", "fp4"):
+                arguments |= dict(x=x[:FEW_TOKENS], experts=experts[:FEW_TOKENS])
+                shape = f"{kind} [6, 64, 128], {FEW_TOKENS} rows, 3 experts of 6, x in int8"
+                yield dtype, shape, arguments | {"int8_x": True}
 
 
 def step_of_operands(call: dict) -> float:
@@ -76,7 +81,8 @@ def step_of_operands(call: dict) -> float:
     if scales is None:
         return 0.0
     if call.get("int8_x"):  # integers, or floats whose values share a scale as below
-        return 256**0.5 / (2 * 32601)
+        # or in bfloat16, as are the values of the weight
+        return 256**0.5 / (2 * 32601) + (2**-8 if x.dtype == torch.bfloat16 else 0.0)
     rows = x.numel() // x.size(-1) if experts is None else experts.numel()
     if x.dtype == torch.bfloat16 and rows > 6:
         return 2**-9  # a CPU with instructions for bfloat16 rounds the weight to it
@@ -93,8 +99,8 @@ def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[floa
     """In units of what is allowed, by the norms of the row of x and of the weight's row; infinite
     where only one of the two is finite."""
     experts = theirs.get("experts")
-    x = rows_of(theirs["x"], experts, theirs.get("int8_x", False))
     weight, scales = theirs["weight"], theirs.get("scales")
+    x = rows_of(theirs["x"], weight, experts, theirs.get("int8_x", False))
     matrix = matrix_of(weight, scales, theirs.get("block_size", 128))
     parts = matrix.abs()
     if scales is not None and weight_format_of(weight, scales).zeros:  # which may cancel 4 bits

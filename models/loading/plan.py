@@ -45,6 +45,7 @@ from ..weights import published
 from ..weights.choice import PARTS, STORED, check_stored, kinds_of
 from ..weights.in_transformers import StoredWeights, stored_kinds
 from ..weights.modules import (
+    ROUNDING,
     SCALE,
     convert,
     drop_experts,
@@ -196,10 +197,10 @@ def plan_for(source: Directory, asked: Request) -> Plan:
     chosen = {} if saved else kinds_of(skeleton, asked.weights, checkpoint.dtypes(), dtypes)
     own = parameters(skeleton, checkpoint, reader, dtypes, chosen)
     kinds = saved or chosen
-    if asked.activations is not None and "int8" not in kinds.values():
+    if asked.activations is not None and not any(kind in ROUNDING for kind in kinds.values()):
         raise ValueError(
-            "load: activations must be None for a model without weights in int8, got "
-            f"{asked.activations!r}; pass weights='int8'"
+            "load: activations must be None for a model without weights in "
+            f"{' or '.join(ROUNDING)}, got {asked.activations!r}; pass weights='int8' or 'int4'"
         )
     own_experts = part_of_rank if asked.expert_parallel else lambda count: slice(None)
     groups, streamed, in_files = groups_of(skeleton, kinds, own_experts), {}, {}

@@ -35,9 +35,7 @@ def check_memory_option(memory: str | int | None) -> int | None:
     return int(number * unit)
 
 
-def check_activations(
-    activations: str | None, weights: dict[str, str | None], memory: int | None
-) -> None:
+def check_activations(activations: str | None, memory: int | None) -> None:
     """The option ``activations`` of :func:`models.load`.
 
     Raises:
@@ -45,18 +43,10 @@ def check_activations(
     """
     if activations not in (None, "int8"):
         raise ValueError(f"load: activations must be 'int8' or None, got {activations!r}")
-    if activations is None:
-        return
-    if memory is not None:
+    if activations is not None and memory is not None:
         raise ValueError(
             "load: activations must be None with memory, whose experts in files are not "
             f"multiplied by rounded activations, got {activations!r}; omit one of them"
-        )
-    formats = [kind for kind in weights.values() if kind is not None]
-    if formats and "int8" not in formats:
-        raise ValueError(
-            f"load: activations must be None for weights in {', '.join(dict.fromkeys(formats))}, "
-            f"got {activations!r}; pass weights='int8'"
         )
 
 
@@ -72,7 +62,7 @@ class Request:
     weights: dict[str, str | None]  # of experts and of the rest
     memory: int | None  # bytes for weights; None: the whole model is in memory
     mtp: bool = False  # with the layer that drafts
-    activations: str | None = None  # what layers in int8 round theirs to
+    activations: str | None = None  # what layers with weights in int8 or 4 bits round theirs to
 
     @classmethod
     def of(
@@ -107,7 +97,7 @@ class Request:
                 "load: device must be None or 'cpu' with memory, which says how much of a model is "
                 f"in that of this machine, got {device!r}; omit one of them"
             )
-        check_activations(activations, formats, limit)
+        check_activations(activations, limit)
         ways = tensor_parallel, expert_parallel
         return cls(wanted, num_hidden_layers, device, *ways, formats, limit, mtp, activations)
 

@@ -20,6 +20,8 @@ from ..one_op import of_groups
 EXPERTS = "custom_pypto"
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 SCALE = "_scale"
+#: formats of weights whose layers can round what they multiply to int8, too
+ROUNDING = ("int8", "int4", "fp4")
 #: dtypes of new weights that :func:`round_plain_weights` rounds
 ROUNDABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,7 +56,7 @@ def matrices(weight: Tensor) -> Tensor:
 class StoredLinear(nn.Module):
     """A linear layer whose weight is in one of ``WEIGHT_FORMATS``."""
 
-    #: whether rows of more than a few tokens are rounded to int8, too
+    #: whether what the weight is multiplied by is rounded to int8, as the op does it
     int8_x = False
 
     def __init__(self, linear: nn.Linear, kind: str):
@@ -193,9 +195,9 @@ def convert(model: nn.Module, kinds: dict[str, str]) -> None:
 
 
 def round_activations(model: nn.Module) -> None:
-    """Lets layers and experts with weights in int8 round what they multiply, too (W8A8)."""
+    """Lets layers and experts round what they multiply to int8, if their format allows it."""
     for module in model.modules():
-        if getattr(module, "kind", None) == "int8":
+        if getattr(module, "kind", None) in ROUNDING:
             module.int8_x = True
 
 

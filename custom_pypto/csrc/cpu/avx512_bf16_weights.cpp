@@ -49,6 +49,11 @@ struct HalfUnit<Fp8Weight> {
   __m512i bytes[2];
 };
 
+// not twice: their scales are read as they are stored
+constexpr Halves kExactE2m1([](int i) {
+  return (i < 8 ? kTwiceE2m1[i] : -kTwiceE2m1[i - 8]) * 0.5f;
+});
+
 template <const Halves& TABLE>
 struct NibbleUnit {
   static constexpr int kValues = 128, kBytes = 64;
@@ -71,7 +76,7 @@ struct HalfUnit<Int4Weight> : NibbleUnit<kIntegers> {
 };
 
 template <>
-struct HalfUnit<Fp4Weight> : NibbleUnit<kE2m1> {
+struct HalfUnit<Fp4Weight> : NibbleUnit<kExactE2m1> {
   HalfUnit() = default;
   explicit INLINE HalfUnit(const uint8_t* p) : NibbleUnit(p) {}
 };
@@ -117,13 +122,13 @@ INLINE void add_products(Vec& sums, __m512i a, const uint16_t* b) {
 
 // total += the products of a unit of each of WEIGHTS rows of a weight, which share what they read
 // of x.
-template <class Unit, int PARTS, int WEIGHTS, int ROWS>
+template <class Unit, class Scales, int WEIGHTS, int ROWS>
 INLINE void add_units(const uint8_t* p, int64_t stride, const uint16_t* const (&x)[ROWS], int64_t d,
-                      UnitScales<PARTS>* scales, Vec (*total)[ROWS]) {
+                      Scales* scales, Vec (*total)[ROWS]) {
   Unit units[WEIGHTS];
   UNROLL for (int k = 0; k < WEIGHTS; ++k) units[k] = Unit(p + k * stride);
   Vec sums[WEIGHTS][ROWS] = {};
-  Vec(*to)[ROWS] = PARTS ? sums : total;
+  Vec(*to)[ROWS] = Scales::kOfRow ? total : sums;
   UNROLL for (int v = 0; v < Unit::kValues / 32; ++v) {
     UNROLL for (int r = 0; r < ROWS; ++r) {
       const uint16_t* part = x[r] + d + 32 * v;
@@ -137,7 +142,7 @@ INLINE void add_units(const uint8_t* p, int64_t stride, const uint16_t* const (&
       }
     }
   }
-  if constexpr (PARTS) {
+  if constexpr (!Scales::kOfRow) {
     UNROLL for (int k = 0; k < WEIGHTS; ++k) {
       const Vec scale = scales[k].next();
       UNROLL for (int r = 0; r < ROWS; ++r) total[k][r] += sums[k][r] * scale;
@@ -145,7 +150,7 @@ INLINE void add_units(const uint8_t* p, int64_t stride, const uint16_t* const (&
   }
 }
 
-template <class Unit, int PARTS, int WEIGHTS, int ROWS>
+template <class Unit, class Scales, int WEIGHTS, int ROWS>
 INLINE void dots_halves_tile(const Dots& call, int w, int apart, int i) {
   // rows of the weight that share x: sums must fit in registers; of one row of x, and with values
   // that need no unpacking, the CPU reads the weight slower then
@@ -153,10 +158,8 @@ INLINE void dots_halves_tile(const Dots& call, int w, int apart, int i) {
   constexpr int kShared = !kShares ? 1 : ROWS > 2 && WEIGHTS > 2 ? 2 : WEIGHTS;
   const uint8_t* p = call.weight + w * call.stride;
   const int64_t next_row = apart * call.stride;
-  UnitScales<PARTS> scales[WEIGHTS];
-  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-    scales[k] = UnitScales<PARTS>(call, w + k * apart, Unit::kValues);
-  }
+  Scales scales[WEIGHTS];
+  UNROLL for (int k = 0; k < WEIGHTS; ++k) scales[k] = Scales(call, w + k * apart, Unit::kValues);
   const uint16_t* x[ROWS];
   UNROLL for (int r = 0; r < ROWS; ++r) x[r] = HalfRow(call, call.x[i + r]).values;
   NextRows<WEIGHTS> next(call, w, apart);
@@ -164,7 +167,7 @@ INLINE void dots_halves_tile(const Dots& call, int w, int apart, int i) {
   const auto step = [&](int64_t d) INLINED {
     next.template fetch<Unit::kBytes>();
     UNROLL for (int k = 0; k < WEIGHTS; k += kShared) {
-      add_units<Unit, PARTS, kShared>(p + k * next_row, next_row, x, d, scales + k, total + k);
+      add_units<Unit, Scales, kShared>(p + k * next_row, next_row, x, d, scales + k, total + k);
     }
     p += Unit::kBytes;
   };
@@ -181,7 +184,7 @@ INLINE void dots_halves_tile(const Dots& call, int w, int apart, int i) {
   }
 #pragma GCC unroll 1
   for (; d < call.depth; d += Unit::kValues) step(d);
-  finish_tile<HalfRow>(call, w, apart, i, total, /*scaled=*/PARTS != 0);
+  finish_tile<HalfRow>(call, w, apart, i, total, /*scaled=*/!Scales::kOfRow);
 }
 
 template <class Format, class Unit = HalfUnit<Format>>
@@ -191,7 +194,8 @@ void dots_halves(const Dots& call) {
     const auto tile = [&](auto weights, int w, int apart) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
       with_parts<Format, Unit::kValues>(call, [&](auto parts) INLINED {
-        dots_halves_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, apart, i);
+        using Scales = StoredScales<Format, decltype(parts)::value>;
+        dots_halves_tile<Unit, Scales, WEIGHTS, ROWS>(call, w, apart, i);
       });
     };
     if (ROWS == 1 && call.in_turn()) return each_tile_of_weight<1>(call, tile);
@@ -200,8 +204,10 @@ void dots_halves(const Dots& call) {
 }
 
 template <class Format, class Unit = HalfUnit<Format>>
-constexpr DotsKernels kHalves = {
-    .fits = fits_halves<Unit>, .prepare = prepare_halves<Unit>, .dots = dots_halves<Format>};
+constexpr DotsKernels kHalves = {.fits = fits_halves<Unit>,
+                                 .prepare = prepare_halves<Unit>,
+                                 .dots = dots_halves<Format>,
+                                 .stored_scales = kStoredScales<Format>};
 
 constexpr DotsKernels kHalvesDots[kWeightFormats] = {
     kHalves<Bfloat16Weight>, kInt16<Int8Weight, WordUnit>, kHalves<Fp8Weight>, kHalves<Int4Weight>,

@@ -75,7 +75,7 @@ void index_int8(const IndexCall<uint8_t>& call) {
 
 const Int8Kernels<uint8_t> kAvx512Vnni = {.convert = shift, .index = index_int8};
 const Int16Kernels kAvx512VnniInt16 = kInt16Kernels<12>;
-const DotsTable kAvx512VnniDots = kInt16Dots<ByteUnit>;
+const DotsTable kAvx512VnniDots = kInt16Dots<ByteUnit>, kAvx512VnniInt8Dots = kInt8Dots;
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -188,7 +188,7 @@ struct StoredProduct {
 
 using StoredKernel = void (*)(const StoredProduct&);
 
-// Of so many rows of x products with values of e2m1 read Dots::exponents, not scales.
+// Of so many rows of x products with values of e2m1 read Dots::stored_scales.
 constexpr int kFewRows = 32;
 
 // out[i][w] = x[i] . weight[w] times the scales of both, of int8 rows of both.
@@ -338,8 +338,8 @@ struct Kernels {
   int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
   const WeightKernels* weights;  // of each format
   // Ways of each format, best first; the last of them fits any shape. Rows of x in bfloat16 have
-  // one more, before these.
-  DotsTable dots_of_bf16 = nullptr;
+  // one more, before these, and those that are rounded to int8 their own.
+  DotsTable dots_of_bf16 = nullptr, dots_of_int8 = nullptr;
   DotsTable dots[2];
   int most_in_turn[kWeightFormats] = {}, near = 2048;  // of `Dots`
   // out[i][l] = the sum over d of x[i][d], float, * rows[d][l], in bfloat16; of m rows of x
@@ -384,10 +384,10 @@ OPTIONAL Kernels kAvx512;
 OPTIONAL Int8Kernels<int16_t> kAvx2Int8;
 OPTIONAL Int8Kernels<uint8_t> kAvx512Vnni;
 OPTIONAL Int16Kernels kAvx2Int16, kAvx512VnniInt16;
-OPTIONAL DotsTable kAvx512VnniDots;
+OPTIONAL DotsTable kAvx512VnniDots, kAvx512VnniInt8Dots, kAvx2Int8Dots;
 #endif
 #if defined(__aarch64__)
-extern const DotsTable kDotprodDots;
+extern const DotsTable kDotprodDots, kDotprodInt8Dots;
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 OPTIONAL Bf16Kernels kAvx512Bf16;

@@ -6,6 +6,6 @@
 #include "weights_bytes.h"
 
 namespace custom_pypto::cpu {
-const DotsTable kDotprodDots = kInt16Dots<ByteUnit>;
+const DotsTable kDotprodDots = kInt16Dots<ByteUnit>, kDotprodInt8Dots = kInt8Dots;
 }
 #endif

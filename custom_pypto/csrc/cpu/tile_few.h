@@ -181,7 +181,7 @@ class RowScales {
  public:
   explicit RowScales(const Dots& weight) : largest(weight.n), below(new uint16_t[size(weight)]) {
     for (int row = 0; row < weight.n; ++row) {
-      const uint8_t* exponents = weight.exponents + static_cast<int64_t>(row) * weight.groups;
+      const uint8_t* exponents = weight.stored_scales + static_cast<int64_t>(row) * weight.groups;
       const int top = fill(exponents, weight.groups, below.get() + row * weight.groups);
       // of 0 and 1 the halves are no normal numbers; 255 is NaN
       const uint32_t bits = top == 255 ? 0x7FC00000 : top > 1 ? (top - 1) << 23 : 0x200000u << top;

@@ -25,8 +25,8 @@ struct Dots {
   const float* scales;   // [n][groups]
   bool has_offsets;      // else they are 0
   const float* offsets;  // [n][groups]
-  // in place of scales, for kernels that read those of e2m1 as they are stored
-  const uint8_t* exponents;
+  // in place of scales and offsets, for kernels that read those of 4 bits as they are stored
+  const uint8_t* stored_scales;
   const void* const* x;  // [m], prepared
   int m;
   float* const* out;  // [m]
@@ -72,7 +72,7 @@ struct DotsKernels {
   // kPreparedUnit, or what is left of the row.
   void (*prepare)(const Dots&, const float* x, int first, int n, void* to) = nullptr;
   void (*dots)(const Dots&) = nullptr;
-  bool stored_scales = false;  // whether `dots` reads Dots::exponents, not scales
+  bool stored_scales = false;  // whether `dots` reads Dots::stored_scales
 };
 
 struct WeightKernels {

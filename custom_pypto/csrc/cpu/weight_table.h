@@ -82,12 +82,9 @@ INLINE void each_scale(const void* from, int64_t count, float* scales, const Rea
   }
 }
 
-// of int4: value = (q - 8) * scale + zero, of pairs (scale, zero) in bfloat16
 void read_int4_scales(const void* from, int64_t count, float* scales) {
   each_scale<4, 2>(from, count, scales, [](const char* p, Vec* values) INLINED {
-    const IntVec pairs = *reinterpret_cast<const LanePairs*>(p);
-    values[0] = (Vec)(pairs << 16);
-    values[1] = (Vec)(pairs & -0x10000) - 8.0f * values[0];
+    read_pairs(*reinterpret_cast<const LanePairs*>(p), values, values + 1);
   });
 }
 

@@ -89,8 +89,28 @@ class NextRows {
   int64_t apart_;
 };
 
+// of int4: value = (q - 8) * scale + zero, of pairs (scale, zero) in bfloat16
+INLINE void read_pairs(const IntVec& pairs, Vec* scales, Vec* offsets) {
+  *scales = (Vec)(pairs << 16);
+  *offsets = (Vec)(pairs & -0x10000) - 8.0f * *scales;
+}
+
 // what groups with an offset add to a product
 INLINE float offset_of(const Dots& call, int w, const float* sums) {
+#if VECTOR_BYTES == 64
+  if (call.stored_scales) {
+    const uint8_t* pairs = call.stored_scales + static_cast<int64_t>(w) * call.groups * 4;
+    Vec sum = {};
+    for (int g = 0; g < call.groups; g += kLanes, pairs += VECTOR_BYTES) {
+      const int left = call.groups - g;
+      const __mmask16 lanes = left < kLanes ? (1 << left) - 1 : UINT16_MAX;
+      Vec scales, offsets;
+      read_pairs((IntVec)_mm512_maskz_loadu_epi32(lanes, pairs), &scales, &offsets);
+      sum += offsets * (Vec)_mm512_maskz_loadu_ps(lanes, sums + g);
+    }
+    return sum_of(sum);
+  }
+#endif
   const float* offsets = call.offsets + w * call.groups;
   Vec sum = {};
   int g = 0;

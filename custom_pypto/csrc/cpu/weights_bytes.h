@@ -21,8 +21,11 @@ INLINE Bytes load_bytes(const void* p) { return *static_cast<const Bytes*>(p); }
 #if defined(__aarch64__)
 constexpr bool kSigned = true;
 
-INLINE void add_products(IntVec& acc, const Bytes& values, const char* x) {
-  acc = (IntVec)vdotq_s32((int32x4_t)acc, (int8x16_t)values, (int8x16_t)load_bytes(x));
+// sums += the products of both halves of a unit
+INLINE void add_products(IntVec& sums, const Bytes& first, const Bytes& second, const char* x) {
+  const auto values = [](const Bytes& bytes) { return (int8x16_t)bytes; };
+  sums = (IntVec)vdotq_s32((int32x4_t)sums, values(first), values(load_bytes(x)));
+  sums = (IntVec)vdotq_s32((int32x4_t)sums, values(second), values(load_bytes(x + kHalf)));
 }
 
 // table[i] of 16 bytes
@@ -32,13 +35,29 @@ INLINE Bytes find(const uint8_t* table, const Bytes& i) {
 #else
 constexpr bool kSigned = false;
 
-INLINE void add_products(IntVec& acc, const Bytes& values, const char* x) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(values), "m"(*reinterpret_cast<const Bytes*>(x)));
+INLINE void add_products(IntVec& sums, const Bytes& first, const Bytes& second, const char* x) {
+#if VECTOR_BYTES == 64
+  // asm: g++ 12 copies accumulators around the intrinsic
+  const Bytes* of_x = reinterpret_cast<const Bytes*>(x);
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(first), "m"(of_x[0]));
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(second), "m"(of_x[1]));
+#else
+  // of 4 bits alone: the sum of four products of larger values may not fit 16 bits
+  const auto pairs = [&](const Bytes& values, const char* of_x) INLINED {
+    return _mm256_maddubs_epi16((__m256i)values, (__m256i)load_bytes(of_x));
+  };
+  const __m256i fours = _mm256_add_epi16(pairs(first, x), pairs(second, x + kHalf));
+  sums += (IntVec)_mm256_madd_epi16(fours, _mm256_set1_epi16(1));
+#endif
 }
 
 INLINE Bytes find(const uint8_t* table, const Bytes& i) {
   const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+#if VECTOR_BYTES == 64
   return (Bytes)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xFFFF, values), (__m512i)i);
+#else
+  return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)i);
+#endif
 }
 #endif
 
@@ -94,51 +113,96 @@ struct ByteValues<Fp4Weight> : ByteNibbles {
   }
 };
 
-// A unit of x: the high bytes, the low ones, and what the lanes of sums have too little.
+// A unit of a weight, and how its scales are read.
 template <class Format>
-struct ByteUnit : ByteValues<Format> {
+struct StoredBytes : ByteValues<Format> {
   using Values = ByteValues<Format>;
-  explicit INLINE ByteUnit(const uint8_t* p) : Values(p) {}
+  explicit INLINE StoredBytes(const uint8_t* p) : Values(p) {}
+  static constexpr bool kStoredScales = custom_pypto::cpu::kStoredScales<Format>;
+  template <int PARTS>
+  using Scales = StoredScales<Format, PARTS>;
+  // e2m1 counts twice
+  static constexpr int kTimes = kStoredScales && std::is_same_v<Format, Fp4Weight> ? 2 : 1;
+
+  // Writes what the lanes of sums have too little.
+  static void write_missing(const int16_t* values, char* to) {
+    int32_t missing[kLanes] = {};
+    for (int h = 0; h < 2; ++h) {
+      for (int i = 0; i < kHalf; ++i) {
+        missing[i / 4] -= Values::kOffset * values[Values::value(h, i)];
+      }
+    }
+    std::memcpy(to, missing, sizeof missing);
+  }
+};
+
+// A unit of x: the high bytes, the low ones, and what is missing.
+template <class Format>
+struct ByteUnit : StoredBytes<Format> {
+  using Values = ByteValues<Format>;
+  explicit INLINE ByteUnit(const uint8_t* p) : StoredBytes<Format>(p) {}
   static constexpr int kBytesOfX = 2 * kInt16Unit + (Values::kOffset ? VECTOR_BYTES : 0);
-#if VECTOR_BYTES == 64
-  static constexpr bool kStoredScales = std::is_same_v<Format, Fp4Weight>;
-  template <int PARTS>
-  using Scales = std::conditional_t<kStoredScales, StoredScales, UnitScales<PARTS>>;
-#else
-  static constexpr bool kStoredScales = false;
-  template <int PARTS>
-  using Scales = UnitScales<PARTS>;
-#endif
-  static constexpr int kTimes = kStoredScales ? 2 : 1;  // e2m1 counts twice
   // No more than 127 * 256 + 127. Of such numbers its inverse is almost a float, which keeps
   // products with one exact.
-  static constexpr int kMost = 32601;
+  static constexpr int kMost = 32601, kShareScale = kUnitsOfScale<Format> * kInt16Unit;
 
-  static void arrange(const int16_t* values, char* to) {
-    int32_t missing[kLanes] = {};
+  static void arrange(const int16_t* values, const float*, char* to) {
+    if constexpr (Values::kOffset) ByteUnit::write_missing(values, to + 2 * kInt16Unit);
     for (int h = 0; h < 2; ++h, to += kHalf) {
       for (int i = 0; i < kHalf; ++i) {
         const int16_t value = values[Values::value(h, i)];
         const int8_t low = static_cast<int8_t>(value);
         to[i] = static_cast<char>((value - low) >> 8);
         to[kInt16Unit + i] = static_cast<char>(low);
-        missing[i / 4] -= Values::kOffset * value;
       }
     }
-    if constexpr (Values::kOffset) std::memcpy(to + kInt16Unit, missing, sizeof missing);
   }
 
   INLINE IntVec products(const char* x) const {
     IntVec sums = {};
-    add_products(sums, this->first, x);
-    add_products(sums, this->second, x + kHalf);
+    add_products(sums, this->first, this->second, x);
     sums <<= 8;
-    add_products(sums, this->first, x + kInt16Unit);
-    add_products(sums, this->second, x + kInt16Unit + kHalf);
+    add_products(sums, this->first, this->second, x + kInt16Unit);
     if constexpr (Values::kOffset) sums += *reinterpret_cast<const IntVec*>(x + 2 * kInt16Unit);
     return sums;
   }
+  static INLINE Vec scale(const char*, const float* of_unit) { return broadcast(*of_unit); }
 };
+
+// A unit of x in int8, where 32 values share a scale: bytes, the scales of lanes, and what is
+// missing. Of weights of 4 bits, whose lanes have 8 values in a row.
+template <class Format>
+struct Int8Unit : StoredBytes<Format> {
+  using Values = ByteValues<Format>;
+  static_assert(std::is_base_of_v<ByteNibbles, Values>);
+  explicit INLINE Int8Unit(const uint8_t* p) : StoredBytes<Format>(p) {}
+  static constexpr int kMissing = kInt16Unit + VECTOR_BYTES;
+  static constexpr int kBytesOfX = kMissing + (Values::kOffset ? VECTOR_BYTES : 0);
+  static constexpr int kMost = INT8_MAX, kShareScale = kUnit;
+
+  static void arrange(const int16_t* values, const float* scales, char* to) {
+    float of_lanes[kLanes];
+    for (int i = 0; i < kLanes; ++i) of_lanes[i] = scales[8 * i / kUnit];
+    std::memcpy(to + kInt16Unit, of_lanes, sizeof of_lanes);
+    if constexpr (Values::kOffset) Int8Unit::write_missing(values, to + kMissing);
+    for (int h = 0; h < 2; ++h, to += kHalf) {
+      for (int i = 0; i < kHalf; ++i) to[i] = static_cast<char>(values[Values::value(h, i)]);
+    }
+  }
+
+  INLINE IntVec products(const char* x) const {
+    IntVec sums = {};
+    if constexpr (Values::kOffset) sums = *reinterpret_cast<const IntVec*>(x + kMissing);
+    add_products(sums, this->first, this->second, x);
+    return sums;
+  }
+  static INLINE Vec scale(const char* x, const float*) {
+    return load(reinterpret_cast<const float*>(x + kInt16Unit));
+  }
+};
+
+constexpr DotsKernels kInt8Dots[kWeightFormats] = {
+    {}, {}, {}, kInt16<Int4Weight, Int8Unit>, kInt16<Fp4Weight, Int8Unit>};
 
 }  // namespace
 }  // namespace custom_pypto::cpu

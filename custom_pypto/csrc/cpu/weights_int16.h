@@ -57,28 +57,34 @@ INLINE float round_to_int16(const float* x, int n, int most, int16_t* to) {
 
 template <class Format, class Unit>
 void prepare_int16(const Dots& call, const float* x, int first, int n, void* to) {
-  constexpr int kMost = kUnitsOfScale<Format> * kInt16Unit;
+  constexpr int kShare = Unit::kShareScale;
+  constexpr int kMost = kShare > kInt16Unit ? kShare : kInt16Unit;
   static_assert(kPreparedUnit % kMost == 0, "a unit of x lies in one part");
   const Int16Row<Unit> row(call, to);
   char* units = const_cast<char*>(row.units) + first / kInt16Unit * Unit::kBytesOfX;
   float* sums = const_cast<float*>(row.sums);
-  float* scales = const_cast<float*>(row.scales) + first / kMost;
+  float* scales_of_row = const_cast<float*>(row.scales) + first / kMost;
   if (call.has_offsets && first == 0) std::memset(sums, 0, sizeof(float) * call.groups);
-  for (int d = 0; d < n; d += kMost, ++scales) {
+  for (int d = 0; d < n; d += kMost) {
     int16_t values[kMost];
+    float scales[kMost / kShare] = {};
     const int count = n - d < kMost ? n - d : kMost;
-    const float scale = round_to_int16(x + d, count, Unit::kMost, values);
-    for (int i = 0; i < count; i += kInt16Unit, units += Unit::kBytesOfX) {
-      Unit::arrange(values + i, units);
+    for (int i = 0; i < count; i += kShare) {
+      const int share = count - i < kShare ? count - i : kShare;
+      scales[i / kShare] = round_to_int16(x + d + i, share, Unit::kMost, values + i);
     }
     // Of the rounded values: an offset that cancels the values of a weight must cancel what they
     // were multiplied by.
     for (int i = 0; call.has_offsets && i < count; i += kUnit) {
       int32_t sum = 0;
       for (int j = i; j < i + kUnit; ++j) sum += values[j];
-      sums[(first + d + i) / call.group] += scale * static_cast<float>(sum);
+      sums[(first + d + i) / call.group] += scales[i / kShare] * static_cast<float>(sum);
     }
-    *scales = scale / Unit::kTimes;
+    for (float& scale : scales) scale /= Unit::kTimes;
+    for (int i = 0; i < count; i += kInt16Unit, units += Unit::kBytesOfX) {
+      Unit::arrange(values + i, scales, units);
+    }
+    if constexpr (kShare == kMost) *scales_of_row++ = scales[0];
   }
 }
 
@@ -87,9 +93,11 @@ void prepare_int16(const Dots& call, const float* x, int first, int n, void* to)
 template <int PARTS>
 class UnitScales {
  public:
+  static constexpr bool kOfRow = PARTS == 0;
   UnitScales() = default;
-  INLINE UnitScales(const Dots& call, int w, int unit)
-      : next_(call.scales + w * call.groups), units_(call.group / unit) {}
+  INLINE UnitScales(const Dots& call, int w, int unit) : UnitScales(call, call.scales, w, unit) {}
+  INLINE UnitScales(const Dots& call, const float* scales, int w, int unit)
+      : next_(scales + static_cast<int64_t>(w) * call.groups), units_(call.group / unit) {}
   INLINE Vec next() {
     if constexpr (PARTS > 1) {
       const float* from = next_;
@@ -97,14 +105,16 @@ class UnitScales {
       const auto part = lane_index() / (kLanes / PARTS);
 #if VECTOR_BYTES == 64
       // a vector of 64 bytes would lie in two cache lines most of the time
-      return _mm512_maskz_permutexvar_ps(UINT16_MAX, (__m512i)part,
-                                         _mm512_castps128_ps512(_mm_loadu_ps(from)));
+      const __m128 parts = PARTS == 4 ? _mm_loadu_ps(from) : (__m128)_mm_loadu_si64(from);
+      return _mm512_maskz_permutexvar_ps(UINT16_MAX, (__m512i)part, _mm512_castps128_ps512(parts));
 #else
       const Vec scales = load(from);  // of which there may be fewer
       return __builtin_shuffle(scales, part);
 #endif
     }
-    const Vec scale = broadcast(*next_);
+    float scale_of_unit;  // of pairs not aligned
+    std::memcpy(&scale_of_unit, next_, sizeof scale_of_unit);
+    const Vec scale = broadcast(scale_of_unit);
     if (++unit_ == units_) ++next_, unit_ = 0;
     return scale;
   }
@@ -115,18 +125,37 @@ class UnitScales {
 };
 
 #if VECTOR_BYTES == 64
-// The same of e2m1 as they are stored, four of a unit: what reads them beforehand takes a tenth of
-// the time of one row of x.
-class StoredScales {
+// The same as they are stored: what reads them beforehand takes a tenth of the time of one row of
+// x.
+
+// the stored scales of row w, of which those of the next row are prefetched
+INLINE const uint8_t* stored_scales_of(const Dots& call, int w, int64_t bytes) {
+  const int64_t of_row = call.groups * bytes;
+  const uint8_t* from = call.stored_scales + w * of_row;
+  for (int64_t i = 0; i < of_row; i += 64) __builtin_prefetch(from + of_row + i, 0, 2);
+  return from;
+}
+
+// of int4
+template <int PARTS>
+class StoredPairs {
  public:
-  StoredScales() = default;
-  INLINE StoredScales(const Dots& call, int w, int)
-      : next_(call.exponents + static_cast<int64_t>(w) * call.groups) {
-    // of the next row
-    for (int64_t i = 0; i < call.groups; i += 64) {
-      __builtin_prefetch(next_ + call.groups + i, 0, 2);
-    }
-  }
+  static constexpr bool kOfRow = false;
+  StoredPairs() = default;
+  INLINE StoredPairs(const Dots& call, int w, int unit)
+      : pairs_(call, reinterpret_cast<const float*>(stored_scales_of(call, w, 4)), 0, unit) {}
+  INLINE Vec next() { return (Vec)((IntVec)pairs_.next() << 16); }
+
+ private:
+  UnitScales<PARTS> pairs_;
+};
+
+// of e2m1, four of a unit
+class StoredExponents {
+ public:
+  static constexpr bool kOfRow = false;
+  StoredExponents() = default;
+  INLINE StoredExponents(const Dots& call, int w, int) : next_(stored_scales_of(call, w, 1)) {}
   INLINE Vec next() {
     int32_t four;
     std::memcpy(&four, next_, 4);
@@ -145,6 +174,19 @@ class StoredScales {
  private:
   const uint8_t* next_ = nullptr;
 };
+
+template <class Format>
+constexpr bool kStoredScales =
+    std::is_same_v<Format, Int4Weight> || std::is_same_v<Format, Fp4Weight>;
+template <class Format, int PARTS>
+using StoredScales = std::conditional_t<
+    std::is_same_v<Format, Int4Weight>, StoredPairs<PARTS>,
+    std::conditional_t<std::is_same_v<Format, Fp4Weight>, StoredExponents, UnitScales<PARTS>>>;
+#else
+template <class Format>
+constexpr bool kStoredScales = false;
+template <class Format, int PARTS>
+using StoredScales = UnitScales<PARTS>;
 #endif
 
 // f(PARTS) of UnitScales, for units of UNIT values. Of e4m3 g++ 12 makes one row of x a fifth
@@ -198,7 +240,8 @@ INLINE void dots_int16_tile(const Dots& call, int w, int apart, int i) {
       UNROLL for (int r = 0; r < ROWS; ++r) {
         const IntVec sums = unit.products(x.units[r] + u * Unit::kBytesOfX);
         // the scale of x first: with that of the weight an integer may overflow
-        const Vec products = __builtin_convertvector(sums, Vec) * broadcast(x.scales[r][u]);
+        const Vec scale_of_x = Unit::scale(x.units[r] + u * Unit::kBytesOfX, x.scales[r] + u);
+        const Vec products = __builtin_convertvector(sums, Vec) * scale_of_x;
         total[k][r] += PARTS ? products * scale : products;
       }
     }
@@ -269,10 +312,12 @@ void dots_int16(const Dots& call) {
 // UNIT<Format>: a unit of a weight, and what it multiplies:
 //   kBytes, kBytesOfX       of a unit
 //   kMost                   the largest |value| of x
+//   kShareScale             values of x that share a scale: of a part of a unit, or of units
 //   kTimes                  how many times its products count
 //   Scales<PARTS>           reads those of the weight; kStoredScales: as they are stored
-//   arrange(values, to)     writes a unit of x
+//   arrange(values, scales, to)  writes a unit of x
 //   products(x)             with a unit of x: sums of which each lane belongs to one group
+//   scale(x, of_unit)       of x, of each lane
 template <class Format, template <class> class UNIT>
 constexpr DotsKernels kInt16 = {.fits = fits_int16,
                                 .prepare = prepare_int16<Format, UNIT<Format>>,

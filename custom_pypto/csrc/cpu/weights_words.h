@@ -96,12 +96,16 @@ struct WordUnit : WordValues<Format> {
   using Values = WordValues<Format>;
   explicit INLINE WordUnit(const uint8_t* p) : Values(p) {}
   static constexpr int kBytesOfX = 2 * kInt16Unit, kMost = INT16_MAX;
+  static constexpr int kShareScale = kUnitsOfScale<Format> * kInt16Unit;
   static constexpr int kTimes = std::is_same_v<Format, Fp4Weight> ? 256 : 1;
   static constexpr bool kStoredScales = false;
   template <int PARTS>
   using Scales = UnitScales<PARTS>;
 
-  static void arrange(const int16_t* values, char* to) { Values::arrange(values, to); }
+  static void arrange(const int16_t* values, const float*, char* to) {
+    Values::arrange(values, to);
+  }
+  static INLINE Vec scale(const char*, const float* of_unit) { return broadcast(*of_unit); }
 
   INLINE IntVec products(const char* x) const {
     IntVec sums = {};

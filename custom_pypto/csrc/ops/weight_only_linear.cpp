@@ -69,7 +69,8 @@ namespace {
 constexpr char kOp[] = "weight_only_linear", kInvariant[] = "invariant_linear";
 constexpr int64_t kMostBlock = 1024;
 constexpr int64_t kMostDepth = 1 << 30;  // kernels count in int
-constexpr int64_t kExactTokens = 16;     // whose rows are never rounded to int8
+// up to so many, x is rounded to int8 for a weight of 4 bits, beyond for one of int8
+constexpr int64_t kFewTokens = 16;
 
 void check_operands(const char* op, const Tensor& x, const Tensor& weight, bool experts) {
   const Argument first(op, "x", x), second(op, "weight", weight);
@@ -133,8 +134,9 @@ template <bool computes>
 Tensor weight_only_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scales,
                           const OptionalTensor& experts, int64_t block_size, bool int8_x) {
   check_weight(kOp, x, weight, scales, experts.has_value(), block_size);
-  CHECK_ARGUMENT(!int8_x || weight.scalar_type() == at::kChar, kOp, "int8_x",
-                 "False for a weight that is not int8", "True");
+  const bool int8 = weight.scalar_type() == at::kChar;
+  CHECK_ARGUMENT(!int8_x || int8 || weight.scalar_type() == at::kByte, kOp, "int8_x",
+                 "False for a weight that has neither int8 nor 4 bits", "True");
   const Tensor out = output(kOp, x, weight, experts);
   if (computes && out.numel() != 0) {
     const int64_t chosen = experts && experts->dim() ? experts->size(-1) : 1;
@@ -145,7 +147,7 @@ Tensor weight_only_linear(const Tensor& x, const Tensor& weight, const OptionalT
                  .experts = experts,
                  .block_size = block_size,
                  .out = out,
-                 .int8_x = int8_x && tokens > kExactTokens});
+                 .int8_x = int8_x && int8 == (tokens > kFewTokens)});
   }
   return out;
 }

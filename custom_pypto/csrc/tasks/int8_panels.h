@@ -1,4 +1,5 @@
-// Rows of x rounded to int8, each with a scale, and their products with a weight of int8 (W8A8).
+// Rows of x rounded to int8: as floats, and each with a scale for products with a weight of int8
+// (W8A8).
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -15,14 +16,16 @@
 
 namespace custom_pypto {
 
-// The rows of x rounded to int8, times their scales. A row with NaN or infinity is NaN.
-inline Tensor rounded_rows(const Tensor& x) {
-  const Tensor rows = x.to(at::kFloat), largest = rows.abs().amax(-1, /*keepdim=*/true);
+// Parts of so many values of rows of x rounded to int8, times their scales, in float32. A part with
+// NaN or infinity is NaN.
+inline Tensor rounded_to_int8(const Tensor& x, int64_t values) {
+  const Tensor parts = x.to(at::kFloat).unflatten(-1, {-1, values});
+  const Tensor largest = parts.abs().amax(-1, /*keepdim=*/true);
   // 127 / tensor would be a product with its reciprocal
   const Tensor most = at::full_like(largest, 127.0);
   // below, the factor would leave the range of normal numbers
   const Tensor factor = (most / largest).masked_fill(largest <= 1e-30, 0.0);
-  return (rows * factor).round() * (largest / 127.0);
+  return ((parts * factor).round() * (largest / 127.0)).flatten(-2);
 }
 
 class Int8Panels {
@@ -32,8 +35,8 @@ class Int8Panels {
   // Whether tiles multiply such rows by the weight.
   static bool fit(const StoredWeight& weight) {
     const cpu::Bf16Kernels* tiles = kernels().tiles;
-    return tiles && tiles->multiply_int8 && weight.depth() % 64 == 0 &&
-           weight.depth() <= cpu::kMostInt8Depth;
+    return weight.format() == cpu::kInt8Weight && tiles && tiles->multiply_int8 &&
+           weight.depth() % 64 == 0 && weight.depth() <= cpu::kMostInt8Depth;
   }
 
   explicit Int8Panels(const StoredWeight& weight) : weight_(weight), kernels_(kernels().tiles) {}

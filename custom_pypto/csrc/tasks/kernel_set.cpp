@@ -105,6 +105,7 @@ Sets sets_of_cpu() {
     vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
     vectors.int16 = &cpu::kAvx512VnniInt16;
     vectors.dots[0] = cpu::kAvx512VnniDots;
+    vectors.dots_of_int8 = cpu::kAvx512VnniInt8Dots;
     vectors.ways = kByInt16;
   }
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
@@ -144,6 +145,7 @@ Sets sets_of_cpu() {
     set.most_in_turn[cpu::kFp8Weight] = 0;  // floats meet several rows at once
     set.int8_as_int16 = &cpu::kAvx2Int8;
     set.int16 = &cpu::kAvx2Int16;
+    set.dots_of_int8 = cpu::kAvx2Int8Dots;
     set.ways = kByInt16;
     usable.push_back(set);
   }
@@ -153,6 +155,7 @@ Sets sets_of_cpu() {
     cpu::Kernels set = cpu::kGeneric;
     set.name = "neon_dotprod";
     set.dots[0] = cpu::kDotprodDots;
+    set.dots_of_int8 = cpu::kDotprodInt8Dots;
     usable.push_back(set);
   }
 #endif

@@ -52,9 +52,9 @@ class PackedRows {
       return write(rows_of_weight, panels * kPanel, scratch);
     }
     scratch.out.resize(rows_of_weight * panels * kPanel);
-    const bool exponents = is_few(scratch.rows.size()) && weight_.format() == cpu::kFp4Weight;
-    kernel({.weight =
-                weight_.operand(expert, first_of_weight, rows_of_weight, scratch.scales, exponents),
+    const bool stored_scales = is_few(scratch.rows.size()) && weight_.format() == cpu::kFp4Weight;
+    kernel({.weight = weight_.operand(expert, first_of_weight, rows_of_weight, scratch.scales,
+                                      stored_scales),
             .panels = panels_.data() + first * pairs(),
             .panel_stride = pairs(),
             .group_sums = group_sums_.data() + first * sums_of_panel(),

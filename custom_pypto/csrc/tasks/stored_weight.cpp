@@ -125,6 +125,12 @@ void StoredWeight::widen_bf16(int64_t expert, int64_t first, int64_t rows, int64
   for (int64_t r = 0; r < rows; ++r) widen(call, r, to + r * stride);
 }
 
+const cpu::WeightWays& StoredWeight::ways(at::ScalarType x) const {
+  const cpu::WeightPolicy& policy = custom_pypto::kernels().ways;
+  if (x == at::kBFloat16) return policy.bfloat16[format_];
+  return x == at::kHalf ? policy.float16 : policy.float32;
+}
+
 const cpu::DotsKernels& StoredWeight::dots(bool x_in_bfloat16) const {
   const cpu::Kernels& set = custom_pypto::kernels();
   const cpu::Dots call = shape();
@@ -137,6 +143,11 @@ const cpu::DotsKernels& StoredWeight::dots(bool x_in_bfloat16) const {
 cpu::StoredKernel StoredWeight::stored_kernel() const {
   const cpu::Bf16Kernels* tiles = custom_pypto::kernels().tiles;
   return tiles ? tiles->stored[format_] : nullptr;
+}
+
+const cpu::DotsKernels* StoredWeight::dots_of_int8() const {
+  const cpu::DotsTable table = custom_pypto::kernels().dots_of_int8;
+  return table && table[format_].fits && table[format_].fits(shape()) ? table + format_ : nullptr;
 }
 
 cpu::Dots StoredWeight::shape() const {
@@ -164,7 +175,9 @@ cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,
   call.n = static_cast<int>(rows);
   const int64_t row = expert * rows_ + first;
   if (stored_scales) {
-    call.exponents = static_cast<const uint8_t*>(scales_.const_data_ptr()) + row * groups_;
+    const int64_t bytes = scales_.element_size() * (facts().zeros ? 2 : 1);
+    call.stored_scales =
+        static_cast<const uint8_t*>(scales_.const_data_ptr()) + row * groups_ * bytes;
     return call;
   }
   scales.resize(rows * groups_ * (has_offsets() ? 2 : 1) + kReadBehind);

@@ -42,8 +42,12 @@ class StoredWeight {
   // whether the values of a column are contiguous, instead of those of a row; bfloat16 only
   bool transposed() const { return transposed_; }
   const cpu::WeightKernels& kernels() const { return custom_pypto::kernels().weights[format_]; }
+  // by the number of rows of x
+  const cpu::WeightWays& ways(at::ScalarType x) const;
   // the best way for its shape
   const cpu::DotsKernels& dots(bool x_in_bfloat16) const;
+  // of rows of x that are rounded to int8; null: none
+  const cpu::DotsKernels* dots_of_int8() const;
   // for packed rows of x; null: they meet the weight in bfloat16
   cpu::StoredKernel stored_kernel() const;
 

@@ -25,6 +25,7 @@ constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, 
 // of a weight, per task of packed rows
 constexpr int64_t kFewTokens = 64;
 constexpr int64_t kRowsOfFewTokens = 32, kRowsOfTokens = 128;
+constexpr int64_t kMostOfInt8 = 8;  // rows of x; tiles multiply more in less time
 // rows of x of a turn: what a way makes of them stays in memory for all tasks
 constexpr int64_t kPartOfRows = 1024, kPartOfPackedRows = 512, kAllRows = int64_t{1} << 40;
 
@@ -39,7 +40,8 @@ class StoredWay {
   explicit StoredWay(const WeightProduct<T>& product)
       : product_(product),
         weight_(product.weight()),
-        dots_(weight_.dots(std::is_same_v<T, c10::BFloat16>)),
+        dots_(product.int8_x() ? *weight_.dots_of_int8()
+                               : weight_.dots(std::is_same_v<T, c10::BFloat16>)),
         prepared_bytes_(cpu::prepared_bytes(weight_.depth())) {}
 
   void multiply(const std::vector<Group>& turn) {
@@ -337,12 +339,6 @@ void multiply(const Product& product, const std::vector<Group>& groups,
   if (count) way.multiply(turn);
 }
 
-const cpu::WeightWays& ways_of(float, const StoredWeight&) { return kernels().ways.float32; }
-const cpu::WeightWays& ways_of(c10::Half, const StoredWeight&) { return kernels().ways.float16; }
-const cpu::WeightWays& ways_of(c10::BFloat16, const StoredWeight& weight) {
-  return kernels().ways.bfloat16[weight.format()];
-}
-
 template <typename T>
 void multiply(const WeightOnlyParams& p) {
   constexpr bool kHalves = std::is_same_v<T, c10::BFloat16>;
@@ -354,19 +350,23 @@ void multiply(const WeightOnlyParams& p) {
         return multiply<PackedWay<Int8Panels>>(product, product.groups());
       }
     }
-    const Tensor x = rounded_rows(p.x), out = p.out.to(at::kFloat);
-    multiply<float>({.x = x,
-                     .weight = p.weight,
-                     .scales = p.scales,
-                     .experts = p.experts,
-                     .block_size = p.block_size,
-                     .out = out});
-    p.out.copy_(out);
+    if (weight.dots_of_int8() && (!kernels().tiles || product.rows_of_x() <= kMostOfInt8)) {
+      return multiply<StoredWay<T>>(product, product.groups());
+    }
+    using E = std::conditional_t<kHalves, T, float>;
+    constexpr auto kType = c10::CppTypeToScalarType<E>::value;
+    const int64_t part = weight.format() == cpu::kInt8Weight ? weight.depth() : cpu::kWeightUnit;
+    WeightOnlyParams rounded = p;
+    rounded.int8_x = false;
+    rounded.x = rounded_to_int8(p.x, part).to(kType);
+    rounded.out = p.out.to(kType);
+    multiply<E>(rounded);
+    p.out.copy_(rounded.out);
     return;
   }
   // the one way whose kernels sum each product by itself, whatever rows there are
   if (p.invariant) return multiply<StoredWay<T>>(product, product.groups(), kPartOfRows);
-  const cpu::WeightWays& ways = ways_of(T{}, weight);
+  const cpu::WeightWays& ways = weight.ways(p.x.scalar_type());
   std::vector<Group> stored, packed, rounded, widened;
   for (const Group& group : product.groups()) {
     if (group.count <= ways.most_stored) {

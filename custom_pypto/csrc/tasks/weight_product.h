@@ -29,6 +29,7 @@ class WeightProduct {
         rows_of_x_(p.x.numel() / weight_.depth()),
         x_stride_(weight_.depth()),
         out_(p.out.mutable_data_ptr<T>()),
+        int8_x_(p.int8_x),
         copies_(rows_of_x_ ? p.out.numel() / weight_.rows() / rows_of_x_ : 1),
         by_expert_(p.experts, p.out.numel() / weight_.rows(), weight_.experts()) {
     // calls of torch take long where weights have left no code in the caches
@@ -61,6 +62,7 @@ class WeightProduct {
     return found;
   }
 
+  bool int8_x() const { return int8_x_; }
   int64_t rows_of_x() const { return rows_of_x_; }
   int64_t index_of_x(int64_t row) const { return by_expert_.order[row] / copies_; }
   const T* x_row(int64_t row) const { return x_.const_data_ptr<T>() + index_of_x(row) * x_stride_; }
@@ -91,6 +93,7 @@ class WeightProduct {
   Tensor x_;
   int64_t rows_of_x_, x_stride_;
   T* out_;
+  bool int8_x_;
   int64_t copies_;          // rows of the output for a row of x
   ExpertGroups by_expert_;  // rows of the output
 };
