@@ -52,6 +52,8 @@ CHUNK = 512  # tokens of the context at once
 # a format of ours, and theirs of as many bits; stored: bfloat16; fp8: as published; fp4: as
 # published of DeepSeek-V4, the experts alone, fp8 and Q8_0 elsewhere
 LLAMA_FORMATS = {"stored": "BF16", "fp8": "Q8_0", "fp4": "MXFP4", "int8": "Q8_0", "int4": "Q4_K"}
+# ours with x in int8, too, as theirs always has it with weights of 8 and 4 bits; not in prompts
+ROUNDED = ("fp4", "int4")
 PUBLISHED = {"deepseek_v32": "fp8", "glm_moe_dsa": "fp8", V4: "fp4"}
 FEW = 4  # tokens at once, as of a draft or of some sequences
 EXPERTS = 32  # of 256: a token reads 8 of either, 6 of DeepSeek-V4
@@ -212,12 +214,17 @@ def milliseconds(
     ]
 
 
-def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[list[str]]:
+def measured(
+    folder: Path, programs: Path, kind: str, repeats: int, activations: str | None = None
+) -> Iterator[list[str]]:
     """Of one format of weights: what, and :func:`milliseconds`."""
     published = kind in PUBLISHED.values()
     ours = models.load(
-        folder / kind if published else folder, weights="stored" if published else kind
+        folder / kind if published else folder,
+        weights="stored" if published else kind,
+        activations=activations,
     )
+    rounded = f", x in {activations}" if activations else ""
     v4 = ours.config.model_type == V4
     sides = {"custom_pypto": ours}
     ways = dict(zip(OURS, (ours, ours.get_compiled_call(CompileConfig())), strict=True))
@@ -243,12 +250,15 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
         calls = {side: decode_call(model, caches[side], 1) for side, model in sides.items()}
         calls |= {way: decode_call(call, cache, 1) for way, call in ways.items()}
         token = partial(theirs.token_seconds, prompt)
-        yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats, STEPS)]
+        name = f"token, {CONTEXT // 1024}K{rounded}"
+        yield [name, *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, [*tokens, *DRAFT]) as (url, _):
         theirs = Theirs(url)
         calls = {way: decode_call(call, cache, FEW) for way, call in ways.items()}
         token = partial(theirs.few_seconds, prompt)
-        yield [f"{FEW} tokens at once", *milliseconds(calls, token, repeats, STEPS)]
+        yield [f"{FEW} tokens at once{rounded}", *milliseconds(calls, token, repeats, STEPS)]
+    if activations:
+        return
     with server(program, file, prompts) as (url, _):
         theirs = Theirs(url)
         for count in PROMPTS:
@@ -293,8 +303,10 @@ def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
                 target = folder / f"{kind}.gguf"
                 if target != plain:
                     quantize(programs / "llama-quantize", plain, target, theirs)
-                for what, *cells in measured(folder, programs, kind, repeats):
-                    yield [part, f"{kind}, {theirs}", what, *cells]
+                for activations in (None, "int8") if kind in ROUNDED else (None,):
+                    found = measured(folder, programs, kind, repeats, activations)
+                    for what, *cells in found:
+                        yield [part, f"{kind}, {theirs}", what, *cells]
                 if target != plain:
                     target.unlink()
 

@@ -19,12 +19,16 @@ from custom_pypto import models
 from custom_pypto.models.memory import empty
 from custom_pypto.models.weights.choice import layers_of
 from custom_pypto.models.weights.modules import convert, stored_parameters
-from custom_pypto.weight_formats import WEIGHT_FORMATS
+from custom_pypto.weight_formats import WEIGHT_FORMATS, values_of
 
 # gate and up of one expert
 ROWS, COLUMNS = 4096, 7168
 TOKENS = (1, 2, 4, 16, 64, 2048)
 KINDS = ("plain", *WEIGHT_FORMATS)
+# a format, and whether x is rounded to int8, too, which more than FEW tokens are not
+FEW = 16
+WAYS = {kind: (kind, False) for kind in WEIGHT_FORMATS}
+WAYS |= {f"{kind}, x in int8": (kind, True) for kind in ("int4", "fp4")}
 EXPERTS = 8
 CONTEXTS = (4096, 65536)
 # shares of the plain layer in bfloat16
@@ -53,34 +57,44 @@ class Linears:
         self.x = {tokens: torch.randn(tokens, COLUMNS).bfloat16() for tokens in TOKENS}
 
     def compare(self) -> None:
-        for weight, scales in self.weights.values():
-            compare("weight_only_linear", dict(x=self.x[4], weight=weight, scales=scales))
+        for kind, int8_x in WAYS.values():
+            weight, scales = self.weights[kind]
+            call = dict(x=self.x[4], weight=weight, scales=scales, int8_x=int8_x)
+            compare("weight_only_linear", call)
+
+    def error(self, way: str) -> float:
+        """Of the product of a token, relative to that of the weight's values in float64."""
+        kind, int8_x = WAYS[way]
+        x, (weight, scales) = self.x[1], self.weights[kind]
+        got = custom_pypto.weight_only_linear(x, weight, scales, int8_x=int8_x)
+        exact = x.double() @ values_of(weight, scales).double().mT
+        return ((got - exact).norm() / exact.norm()).item()
 
     def calls(self, tokens: int) -> dict[str, Callable]:
         x = self.x[tokens]
         calls = {
-            kind: lambda weight=weight, scales=scales: custom_pypto.weight_only_linear(
-                x, weight, scales
-            )
-            for kind, (weight, scales) in self.weights.items()
+            way: partial(custom_pypto.weight_only_linear, x, *self.weights[kind], int8_x=int8_x)
+            for way, (kind, int8_x) in WAYS.items()
+            if tokens <= FEW or not int8_x
         }
         return calls | {"torch": lambda: functional.linear(x, self.plain)}
 
     def measured(self, tokens: int, repeats: int) -> dict[str, list[float]]:
         return interleaved(self.calls(tokens), repeats)
 
-    def share_of_read(self, kind: str, repeats: int) -> float:
+    def share_of_read(self, way: str, repeats: int) -> float:
         """Of the bandwidth of torch's sum of floats: one after the other, as in a model, weights of
         as many bytes."""
+        kind, int8_x = WAYS[way]
         size = sum(x.nbytes for x in self.weights[kind] if x is not None)
         copies = [both_as_loaded(*self.weights[kind]) for _ in range(READ // size)]
 
         def multiply():
             for weight, scales in copies:
-                custom_pypto.weight_only_linear(self.x[1], weight, scales)
+                custom_pypto.weight_only_linear(self.x[1], weight, scales, int8_x=int8_x)
 
-        seconds = interleaved({"read": self.other.sum, kind: multiply}, repeats)
-        return ratio(seconds["read"], seconds[kind]) * len(copies) * size / READ
+        seconds = interleaved({"read": self.other.sum, way: multiply}, repeats)
+        return ratio(seconds["read"], seconds[way]) * len(copies) * size / READ
 
 
 # ---- a layer ------------------------------------------------------------------------------------
@@ -161,23 +175,26 @@ def linear_rows(repeats: int) -> Iterator[list[str]]:
     linears = Linears()
     linears.compare()
     seconds = [linears.measured(n, repeats if n < 64 else 2) for n in TOKENS]
-    for kind in (*WEIGHT_FORMATS, "torch"):
-        ms = [median_ms(of[kind], 1) for of in seconds]
-        share = f"{linears.share_of_read(kind, repeats):.2f}" if kind in WEIGHT_FORMATS else "-"
-        yield [kind, *ms, share]
+    for way in (*WAYS, "torch"):
+        ms = [median_ms(of[way], 1) if way in of else "-" for of in seconds]
+        share, error = "-", "-"
+        if way in WAYS:
+            share = f"{linears.share_of_read(way, repeats):.2f}"
+            error = f"{linears.error(way) * 100:.2f}"
+        yield [way, *ms, share, error]
 
 
 def linear_floors(repeats: int) -> Iterator[Floor]:
     linears = Linears()
     linears.compare()
-    for kind, least in here(WEIGHTS).items():
-        share = partial(linears.share_of_read, kind, repeats)
-        yield Floor(f"{kind}, 1 token, of the read bandwidth", share, least)
+    for way, least in here(WEIGHTS).items():
+        share = partial(linears.share_of_read, way, repeats)
+        yield Floor(f"{way}, 1 token, of the read bandwidth", share, least)
     for tokens in TOKENS:
 
         def slowest(tokens=tokens) -> float:
             seconds = linears.measured(tokens, repeats if tokens < 64 else 2)
-            return min(ratio(seconds["torch"], seconds[kind]) for kind in WEIGHT_FORMATS)
+            return min(ratio(seconds["torch"], seconds[way]) for way in WAYS if way in seconds)
 
         unpacks = tokens >= UNPACKING.get(torch.ops.custom_pypto.cpu_isa(), math.inf)
         least = 0.9 if unpacks else 1.0
@@ -218,7 +235,10 @@ def layer_floors(repeats: int, tokens: int) -> Iterator[Floor]:
 
 BENCHMARKS = {
     "weights": Benchmark(
-        ["format", *(f"{n} tokens, ms" for n in TOKENS), "of the read bandwidth, 1 token"],
+        [
+            *("format", *(f"{n} tokens, ms" for n in TOKENS)),
+            *("of the read bandwidth, 1 token", "error, 1 token, %"),
+        ],
         linear_rows,
         linear_floors,
     ),
