@@ -95,8 +95,9 @@ INLINE void read_pairs(const IntVec& pairs, Vec* scales, Vec* offsets) {
   *offsets = (Vec)(pairs & -0x10000) - 8.0f * *scales;
 }
 
-// what groups with an offset add to a product
-INLINE float offset_of(const Dots& call, int w, const float* sums) {
+// What groups with an offset add to a product. Inlined, it makes loops of e4m3, which has none, an
+// eighth slower: g++ 12.
+__attribute__((noinline)) float offset_of(const Dots& call, int w, const float* sums) {
 #if VECTOR_BYTES == 64
   if (call.stored_scales) {
     const uint8_t* pairs = call.stored_scales + static_cast<int64_t>(w) * call.groups * 4;
