@@ -109,7 +109,7 @@ def random_call(m: Maker) -> dict:
             tokens = [*shape]
     call["x"] = m.tensor((*tokens, dim))
     call |= stored(m, lead, rows, dim, block_size)
-    if call["weight"].dtype == torch.int8:
+    if call["weight"].dtype in (torch.int8, torch.uint8):
         call["int8_x"] = rng.random() < 0.5
     return call
 
