@@ -19,16 +19,18 @@ from custom_pypto import models
 from custom_pypto.models.memory import empty
 from custom_pypto.models.weights.choice import layers_of
 from custom_pypto.models.weights.modules import convert, stored_parameters
+from custom_pypto.reference.weight_only_linear import FEW_TOKENS
 from custom_pypto.weight_formats import WEIGHT_FORMATS, values_of
 
 # gate and up of one expert
 ROWS, COLUMNS = 4096, 7168
 TOKENS = (1, 2, 4, 16, 64, 2048)
 KINDS = ("plain", *WEIGHT_FORMATS)
-# a format, and whether x is rounded to int8, too, which more than FEW tokens are not
-FEW = 16
+# a format, and whether x is rounded to int8, too, as few tokens are for weights of 4 bits
 WAYS = {kind: (kind, False) for kind in WEIGHT_FORMATS}
-WAYS |= {f"{kind}, x in int8": (kind, True) for kind in ("int4", "fp4")}
+WAYS |= {
+    f"{kind}, x in int8": (kind, True) for kind, form in WEIGHT_FORMATS.items() if form.codes > 1
+}
 EXPERTS = 8
 CONTEXTS = (4096, 65536)
 # shares of the plain layer in bfloat16
@@ -75,7 +77,7 @@ class Linears:
         calls = {
             way: partial(custom_pypto.weight_only_linear, x, *self.weights[kind], int8_x=int8_x)
             for way, (kind, int8_x) in WAYS.items()
-            if tokens <= FEW or not int8_x
+            if tokens <= FEW_TOKENS or not int8_x
         }
         return calls | {"torch": lambda: functional.linear(x, self.plain)}
 

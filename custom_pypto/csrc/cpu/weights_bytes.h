@@ -1,6 +1,6 @@
 // Units of weights of 4 and 8 bits as bytes, times x in two bytes, x = 256 high + low: fewer
-// instructions than words take. Where these multiply bytes without sign, values have an offset,
-// whose products with x each unit of x has.
+// instructions than words take; or times x in int8. Where these multiply bytes without sign, values
+// have an offset, whose products with x each unit of x has.
 #pragma once
 
 #if defined(__aarch64__)

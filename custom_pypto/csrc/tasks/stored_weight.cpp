@@ -84,6 +84,11 @@ StoredWeight::StoredWeight(const Tensor& weight, const OptionalTensor& scales, i
   groups_ = (depth_ + group_ - 1) / group_;
 }
 
+const uint8_t* StoredWeight::scales_from(int64_t row) const {
+  const int64_t bytes = scales_.element_size() * (facts().zeros ? 2 : 1);
+  return static_cast<const uint8_t*>(scales_.const_data_ptr()) + row * groups_ * bytes;
+}
+
 void StoredWeight::read_scales(int64_t row, int64_t rows, float* scales) const {
   const int64_t count = rows * groups_;
   switch (format_) {
@@ -106,14 +111,10 @@ void StoredWeight::read_scales(int64_t row, int64_t rows, float* scales) const {
     }
     case cpu::kInt4Weight:
     case cpu::kFp4Weight: {
-      const auto* from = static_cast<const char*>(scales_.const_data_ptr());
-      const int64_t bytes = scales_.element_size() * (facts().zeros ? 2 : 1);
-      from += row * groups_ * bytes;
+      const uint8_t *from = scales_from(row), *next = scales_from(row + rows);
       kernels().read_scales(from, count, scales);
       // those of the next rows, which would else hold up the stream of values
-      for (int64_t i = 0; i < count * bytes; i += 64) {
-        __builtin_prefetch(from + count * bytes + i, 0, 2);
-      }
+      for (int64_t i = 0; i < next - from; i += 64) __builtin_prefetch(next + i, 0, 2);
     }
   }
 }
@@ -175,9 +176,7 @@ cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,
   call.n = static_cast<int>(rows);
   const int64_t row = expert * rows_ + first;
   if (stored_scales) {
-    const int64_t bytes = scales_.element_size() * (facts().zeros ? 2 : 1);
-    call.stored_scales =
-        static_cast<const uint8_t*>(scales_.const_data_ptr()) + row * groups_ * bytes;
+    call.stored_scales = scales_from(row);
     return call;
   }
   scales.resize(rows * groups_ * (has_offsets() ? 2 : 1) + kReadBehind);

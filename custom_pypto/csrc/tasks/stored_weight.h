@@ -79,6 +79,7 @@ class StoredWeight {
 
  private:
   const WeightFacts& facts() const { return kWeightFacts[format_]; }
+  const uint8_t* scales_from(int64_t row) const;  // of 4 bits, from a row on
   void read_scales(int64_t row, int64_t rows, float* scales) const;
 
   cpu::WeightFormat format_;
