@@ -39,9 +39,9 @@ INLINE void add_group(const StoredProduct& call, int row, int count, int panel,
     }
     return;
   }
-  const float* scales = weight.scales + row * weight.groups + from.group;
+  const float* scales = weight.scales + row * weight.scale_stride + from.group;
   if (!weight.has_offsets) {
-    for (int r = 0; r < count; ++r, scales += weight.groups, to += call.width) {
+    for (int r = 0; r < count; ++r, scales += weight.scale_stride, to += call.width) {
       const Vec scale = broadcast(*scales);
       UNROLL for (int v = 0; v < BT; ++v) {
         store(to + 16 * v, load(to + 16 * v) + load(from.sums[r][v]) * scale);
@@ -55,7 +55,7 @@ INLINE void add_group(const StoredProduct& call, int row, int count, int panel,
     of_x[v] = load(call.group_sums + 16 * ((panel + v) * weight.groups + from.group));
   }
   for (int r = 0; r < count; ++r, to += call.width) {
-    const Vec scale = broadcast(scales[r * weight.groups]);
+    const Vec scale = broadcast(scales[r * weight.scale_stride]);
     const Vec offset = broadcast(offsets[r * weight.groups]);
     UNROLL for (int v = 0; v < BT; ++v) {
       const Vec sum = load(to + 16 * v) + load(from.sums[r][v]) * scale;
@@ -356,7 +356,7 @@ void multiply_few_of(const StoredProduct& product) {
     StoredProduct call = product;
     call.weight.scales = scales.largest.data();
     call.weight.group = weight.depth;
-    call.weight.groups = 1;
+    call.weight.groups = call.weight.scale_stride = 1;
     multiply_few<FewE2m1>(call, scales.below.get());
   } else if constexpr (std::is_same_v<Format, Int4Weight>) {
     switch (lanes_of(kInt4Weight, weight.group)) {

@@ -26,7 +26,7 @@ class Unpacked {
     from_ = weight_.weight + row * weight_.stride + bytes(begin);
     to_ = to;
     begin_ = begin, end_ = end;
-    scales_ = weight_.scales + row * weight_.groups;
+    scales_ = weight_.scales + row * weight_.scale_stride;
     rows_ = count;
     return count;
   }
@@ -42,7 +42,7 @@ class Unpacked {
       }
       from_ += weight_.stride;
       to_ += 32;
-      scales_ += weight_.groups;
+      scales_ += weight_.scale_stride;
     }
   }
   INLINE void finish() { step(rows_); }

@@ -129,10 +129,11 @@ struct Fp4Weight {
 template <class Format, typename Put>
 INLINE void each_unit(const Dots& call, int w, const Put& put) {
   const uint8_t* p = call.weight + w * call.stride;
-  for (int64_t d = 0, g = w * call.groups; d < call.depth; ++g) {
+  const float* scales = call.scales + w * call.scale_stride;
+  for (int64_t d = 0, g = 0; d < call.depth; ++g) {
     const int64_t end = call.depth - d < call.group ? call.depth : d + call.group;
-    const Vec scale = broadcast(call.scales[g]);
-    const Vec offset = broadcast(call.has_offsets ? call.offsets[g] : 0.0f);
+    const Vec scale = broadcast(scales[g]);
+    const Vec offset = broadcast(call.has_offsets ? call.offsets[w * call.groups + g] : 0.0f);
     for (; d < end; d += kUnit, p += Format::kBytes) {
       Vec unit[kUnitVecs];
       Format::unpack(p, unit);

@@ -23,6 +23,7 @@ struct Dots {
   int depth, group;      // multiples of kWeightUnit; the last group may be shorter
   int groups;            // of a row
   const float* scales;   // [n][groups]
+  int64_t scale_stride;  // between rows: groups, or 0 where they share their scales
   bool has_offsets;      // else they are 0
   const float* offsets;  // [n][groups]
   // in place of scales and offsets, for kernels that read those of 4 bits as they are stored

@@ -129,7 +129,7 @@ INLINE void finish_tile(const Dots& call, int w, int apart, int i,
   UNROLL for (int k = 0; k < WEIGHTS; ++k, w += apart) {
     UNROLL for (int r = 0; r < ROWS; ++r) {
       float sum = sum_of(total[k][r]);
-      if (!scaled) sum *= call.scales[w];
+      if (!scaled) sum *= call.scales[w * call.scale_stride];
       if (call.has_offsets) sum += offset_of(call, w, Row(call, call.x[i + r]).sums);
       call.out[i + r][w] = sum;
     }
@@ -196,8 +196,8 @@ INLINE void dots_tile(const Dots& call, int w, int apart, int i) {
   const float* x[ROWS];
   UNROLL for (int r = 0; r < ROWS; ++r) x[r] = FloatRow(call, call.x[i + r]).values;
   const uint8_t* p = call.weight + w * call.stride;
-  const float* scale = call.scales + w * call.groups;
-  const int64_t next_row = apart * call.stride, next_scales = apart * call.groups;
+  const float* scale = call.scales + w * call.scale_stride;
+  const int64_t next_row = apart * call.stride, next_scales = apart * call.scale_stride;
   const int64_t group = GROUP ? GROUP : call.group;
   int64_t of_group = group;
   NextRows<WEIGHTS> next(call, w, apart);

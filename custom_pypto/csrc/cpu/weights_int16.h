@@ -97,7 +97,7 @@ class UnitScales {
   UnitScales() = default;
   INLINE UnitScales(const Dots& call, int w, int unit) : UnitScales(call, call.scales, w, unit) {}
   INLINE UnitScales(const Dots& call, const float* scales, int w, int unit)
-      : next_(scales + static_cast<int64_t>(w) * call.groups), units_(call.group / unit) {}
+      : next_(scales + w * call.scale_stride), units_(call.group / unit) {}
   INLINE Vec next() {
     if constexpr (PARTS > 1) {
       const float* from = next_;

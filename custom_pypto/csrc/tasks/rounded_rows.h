@@ -59,7 +59,7 @@ class RoundedRows {
                                      scratch.panels.data() + w * part.count / 2);
       }
       for (int64_t w = 0; w < rows.n; ++w) {
-        scales[w] = rows.scales[w * rows.groups + part.group];
+        scales[w] = rows.scales[w * rows.scale_stride + part.group];
         if (rows.has_offsets) offsets[w] = rows.offsets[w * rows.groups + part.group];
       }
       kernels.multiply({.panels = scratch.panels.data(),

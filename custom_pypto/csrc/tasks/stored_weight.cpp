@@ -157,6 +157,7 @@ cpu::Dots StoredWeight::shape() const {
   call.depth = static_cast<int>(depth_);
   call.group = static_cast<int>(group_);
   call.groups = static_cast<int>(groups_);
+  call.scale_stride = groups_;
   call.has_offsets = has_offsets();
   const cpu::Kernels& set = custom_pypto::kernels();
   call.most_in_turn = set.most_in_turn[format_];
@@ -164,9 +165,14 @@ cpu::Dots StoredWeight::shape() const {
   return call;
 }
 
-int64_t StoredWeight::rows_of_call(int64_t rows_of_x, int64_t rows) const {
-  if (rows_of_x > 1 || !shape().in_turn()) return rows;
-  return std::min(std::max<int64_t>(kScalesInTurn / groups_, 1), rows);
+int64_t StoredWeight::rows_of_scales(int64_t row) const {
+  if (is_bfloat16()) return rows_ - row;
+  return facts().blocks ? block_ - row % block_ : 1;
+}
+
+int64_t StoredWeight::rows_of_call(int64_t first, int64_t rows) const {
+  const int64_t shared = rows_of_scales(first);
+  return std::min(rows, shared > 1 ? shared : std::max<int64_t>(kScalesInTurn / groups_, 1));
 }
 
 cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,
@@ -179,10 +185,13 @@ cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,
     call.stored_scales = scales_from(row);
     return call;
   }
-  scales.resize(rows * groups_ * (has_offsets() ? 2 : 1) + kReadBehind);
-  read_scales(row, rows, scales.data());
+  const bool shared = rows <= rows_of_scales(first);
+  if (shared) call.scale_stride = 0;
+  const int64_t count = shared ? 1 : rows;
+  scales.resize(count * groups_ * (has_offsets() ? 2 : 1) + kReadBehind);
+  read_scales(row, count, scales.data());
   call.scales = scales.data();
-  if (has_offsets()) call.offsets = scales.data() + rows * groups_;
+  if (has_offsets()) call.offsets = scales.data() + count * groups_;
   return call;
 }
 

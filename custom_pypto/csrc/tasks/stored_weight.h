@@ -69,8 +69,8 @@ class StoredWeight {
   // What the operands of all rows share.
   cpu::Dots shape() const;
 
-  // Of the next `rows`, those that a call of the kernels multiplies.
-  int64_t rows_of_call(int64_t rows_of_x, int64_t rows) const;
+  // Of `rows` in turn, those that a call multiplies whose kernels find their scales in `operand`.
+  int64_t rows_of_call(int64_t first, int64_t rows) const;
 
   // The operand of the kernels for some rows; `scales` keeps theirs, unless kernels read them as
   // they are stored.
@@ -80,6 +80,7 @@ class StoredWeight {
  private:
   const WeightFacts& facts() const { return kWeightFacts[format_]; }
   const uint8_t* scales_from(int64_t row) const;  // of 4 bits, from a row on
+  int64_t rows_of_scales(int64_t row) const;      // from a row of an expert on, that share them
   void read_scales(int64_t row, int64_t rows, float* scales) const;
 
   cpu::WeightFormat format_;

@@ -23,8 +23,7 @@ constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
 // of a weight, per task of packed rows
-constexpr int64_t kFewTokens = 64;
-constexpr int64_t kRowsOfFewTokens = 32, kRowsOfTokens = 128;
+constexpr int64_t kFewTokens = 64, kRowsOfFewTokens = 32, kRowsOfTokens = 128;
 constexpr int64_t kMostOfInt8 = 8;  // rows of x; tiles multiply more in less time
 // rows of x of a turn: what a way makes of them stays in memory for all tasks
 constexpr int64_t kPartOfRows = 1024, kPartOfPackedRows = 512, kAllRows = int64_t{1} << 40;
@@ -118,10 +117,11 @@ class StoredWay {
       kernels().add_rows(weight_.bfloat16(group.expert, task.first), weight_.column_stride(), x,
                          group.count, weight_.depth(), task.rows, out);
     } else {
-      cpu::Dots call = {};
-      for (int64_t first = task.first; first < task.first + task.rows; first += call.n) {
-        const int64_t rows = weight_.rows_of_call(group.count, task.first + task.rows - first);
-        call = weight_.operand(group.expert, first, rows, scratch.scales, dots_.stored_scales);
+      const bool stored = dots_.stored_scales;
+      const bool whole = stored || group.count > 1 || !weight_.shape().in_turn();
+      for (int64_t first = task.first, end = first + task.rows, rows; first < end; first += rows) {
+        rows = whole ? task.rows : weight_.rows_of_call(first, end - first);
+        cpu::Dots call = weight_.operand(group.expert, first, rows, scratch.scales, stored);
         call.x = x;
         call.m = group.count;
         call.out = out;
