@@ -8,7 +8,10 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #define VECTOR_BYTES 64
+#define HAS_VNNI  // what `target` defines, g++ 12 does not tell the preprocessor
+#define HAS_VBMI
 #include "halves.h"
+#include "weights_bytes.h"
 #include "weights_words.h"
 
 namespace custom_pypto::cpu {
@@ -219,7 +222,8 @@ constexpr DotsKernels kIntelDots[kWeightFormats] = {
 
 }  // namespace
 
-const DotsTable kAvx512Bf16Dots = kHalvesDots, kIntelBf16Dots = kIntelDots;
+const DotsTable kAvx512Bf16Dots = kHalvesDots, kIntelBf16Dots = kIntelDots,
+                kAvx512Bf16Int8Dots = kInt8Dots;
 
 }  // namespace custom_pypto::cpu
 #endif

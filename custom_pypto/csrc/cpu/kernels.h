@@ -391,7 +391,7 @@ extern const DotsTable kDotprodDots, kDotprodInt8Dots;
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 OPTIONAL Bf16Kernels kAvx512Bf16;
-OPTIONAL DotsTable kAvx512Bf16Dots, kIntelBf16Dots;  // with rows of x in bfloat16
+OPTIONAL DotsTable kAvx512Bf16Dots, kIntelBf16Dots, kAvx512Bf16Int8Dots;
 #endif
 #if defined(CUSTOM_PYPTO_AMX)
 OPTIONAL Bf16Kernels kAmx, kAmxEmulated;

@@ -28,9 +28,9 @@ INLINE void add_products(IntVec& sums, const Bytes& first, const Bytes& second, 
   sums = (IntVec)vdotq_s32((int32x4_t)sums, values(second), values(load_bytes(x + kHalf)));
 }
 
-// table[i] of 16 bytes
+// table[i % 16]
 INLINE Bytes find(const uint8_t* table, const Bytes& i) {
-  return (Bytes)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)i);
+  return (Bytes)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)(i & 15));
 }
 #else
 constexpr bool kSigned = false;
@@ -53,10 +53,14 @@ INLINE void add_products(IntVec& sums, const Bytes& first, const Bytes& second, 
 
 INLINE Bytes find(const uint8_t* table, const Bytes& i) {
   const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-#if VECTOR_BYTES == 64
-  return (Bytes)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xFFFF, values), (__m512i)i);
+#if defined(HAS_VBMI)
+  // by six bits, of which the table does not tell the upper two apart
+  return (Bytes)_mm512_permutexvar_epi8((__m512i)i, _mm512_maskz_broadcast_i32x4(0xFFFF, values));
+#elif VECTOR_BYTES == 64
+  const __m512i found = _mm512_maskz_broadcast_i32x4(0xFFFF, values);
+  return (Bytes)_mm512_shuffle_epi8(found, (__m512i)(i & 15));
 #else
-  return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)i);
+  return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)(i & 15));
 #endif
 }
 #endif
@@ -69,19 +73,20 @@ template <>
 struct ByteValues<Int8Weight> {
   static constexpr int kBytes = kInt16Unit, kOffset = kSigned ? 0 : 128;
   static constexpr int value(int h, int i) { return h * kHalf + i; }
-  explicit INLINE ByteValues(const uint8_t* p)
+  INLINE ByteValues(const uint8_t* p, bool)
       : first(load_bytes(p) ^ kOffset), second(load_bytes(p + kHalf) ^ kOffset) {}
   Bytes first, second;
 };
 
-// of 4 bits: 0, 2, 4, ... are in the first half
+// of 4 bits, below others: 0, 2, 4, ... are in the first half
 struct ByteNibbles {
   static constexpr int kBytes = kHalf;
   static constexpr int value(int h, int i) { return 2 * i + h; }
-  explicit INLINE ByteNibbles(const uint8_t* p) {
-    const Bytes bytes = load_bytes(p);
-    first = bytes & 15;
-    second = (Bytes)((BytePairs)bytes >> 4) & 15;
+  INLINE ByteNibbles(const uint8_t* p, [[maybe_unused]] bool once) : first(load_bytes(p)) {
+#if VECTOR_BYTES == 64
+    if (once) asm("" : "+v"(first));  // g++ 12 loads them twice, where others need the registers
+#endif
+    second = (Bytes)((BytePairs)first >> 4);
   }
   Bytes first, second;
 };
@@ -89,12 +94,15 @@ struct ByteNibbles {
 template <>
 struct ByteValues<Int4Weight> : ByteNibbles {
   static constexpr int kOffset = 0;
-  explicit INLINE ByteValues(const uint8_t* p) : ByteNibbles(p) {}
+  INLINE ByteValues(const uint8_t* p, bool once) : ByteNibbles(p, once) {
+    first &= 15;
+    second &= 15;
+  }
 };
 
 // the values of e2m1, twice, plus an offset
-struct E2m1Table {
-  constexpr explicit E2m1Table(int offset) : values() {
+struct E2m1Bytes {
+  constexpr explicit E2m1Bytes(int offset) : values() {
     for (int i = 0; i < 16; ++i) {
       values[i] = static_cast<uint8_t>(offset + (i < 8 ? kTwiceE2m1[i] : -kTwiceE2m1[i - 8]));
     }
@@ -102,14 +110,14 @@ struct E2m1Table {
   uint8_t values[16];
 };
 constexpr int kE2m1Offset = kSigned ? 0 : 12;
-constexpr E2m1Table kE2m1(kE2m1Offset);
+constexpr E2m1Bytes kE2m1Bytes(kE2m1Offset);
 
 template <>
 struct ByteValues<Fp4Weight> : ByteNibbles {
   static constexpr int kOffset = kE2m1Offset;
-  explicit INLINE ByteValues(const uint8_t* p) : ByteNibbles(p) {
-    first = find(kE2m1.values, first);
-    second = find(kE2m1.values, second);
+  INLINE ByteValues(const uint8_t* p, bool once) : ByteNibbles(p, once) {
+    first = find(kE2m1Bytes.values, first);
+    second = find(kE2m1Bytes.values, second);
   }
 };
 
@@ -117,7 +125,7 @@ struct ByteValues<Fp4Weight> : ByteNibbles {
 template <class Format>
 struct StoredBytes : ByteValues<Format> {
   using Values = ByteValues<Format>;
-  explicit INLINE StoredBytes(const uint8_t* p) : Values(p) {}
+  INLINE StoredBytes(const uint8_t* p, bool once) : Values(p, once) {}
   static constexpr bool kStoredScales = custom_pypto::cpu::kStoredScales<Format>;
   template <int PARTS>
   using Scales = StoredScales<Format, PARTS>;
@@ -140,7 +148,7 @@ struct StoredBytes : ByteValues<Format> {
 template <class Format>
 struct ByteUnit : StoredBytes<Format> {
   using Values = ByteValues<Format>;
-  explicit INLINE ByteUnit(const uint8_t* p) : StoredBytes<Format>(p) {}
+  INLINE ByteUnit(const uint8_t* p, bool once) : StoredBytes<Format>(p, once) {}
   static constexpr int kBytesOfX = 2 * kInt16Unit + (Values::kOffset ? VECTOR_BYTES : 0);
   // No more than 127 * 256 + 127. Of such numbers its inverse is almost a float, which keeps
   // products with one exact.
@@ -175,7 +183,7 @@ template <class Format>
 struct Int8Unit : StoredBytes<Format> {
   using Values = ByteValues<Format>;
   static_assert(std::is_base_of_v<ByteNibbles, Values>);
-  explicit INLINE Int8Unit(const uint8_t* p) : StoredBytes<Format>(p) {}
+  INLINE Int8Unit(const uint8_t* p, bool once) : StoredBytes<Format>(p, once) {}
   static constexpr int kMissing = kInt16Unit + VECTOR_BYTES;
   static constexpr int kBytesOfX = kMissing + (Values::kOffset ? VECTOR_BYTES : 0);
   static constexpr int kMost = INT8_MAX, kShareScale = kUnit;

@@ -234,7 +234,7 @@ INLINE void dots_int16_tile(const Dots& call, int w, int apart, int i) {
   for (int64_t u = 0; u < units; ++u, p += Unit::kBytes) {
     next.template fetch<Unit::kBytes>();
     UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-      const Unit unit(p + k * next_row);
+      const Unit unit(p + k * next_row, WEIGHTS * ROWS == 1);
       Vec scale = {};
       if constexpr (PARTS) scale = scales[k].next();
       UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -264,7 +264,7 @@ INLINE void dots_int16_rows(const Dots& call, int w, int apart, int i) {
     for (; u < end; ++u, p += Unit::kBytes) {
       next.template fetch<Unit::kBytes>();
       UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-        const Unit unit(p + k * next_row);
+        const Unit unit(p + k * next_row, WEIGHTS * ROWS == 1);
         UNROLL for (int r = 0; r < ROWS; ++r) {
           sums[k][r] += unit.products(x.units[r] + u * Unit::kBytesOfX);
         }

@@ -12,7 +12,7 @@ typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES), aligned(1), ma
 
 // sums += the products of pairs
 INLINE void add_pairs(IntVec& sums, const Shorts& a, const char* b) {
-#if defined(__AVX512VNNI__)
+#if defined(HAS_VNNI)
   // asm: g++ 12 copies accumulators around the intrinsic
   asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "m"(*reinterpret_cast<const Shorts*>(b)));
 #elif VECTOR_BYTES == 64
@@ -94,7 +94,7 @@ struct WordValues<Fp4Weight> : WordNibbles {
 template <class Format>
 struct WordUnit : WordValues<Format> {
   using Values = WordValues<Format>;
-  explicit INLINE WordUnit(const uint8_t* p) : Values(p) {}
+  INLINE WordUnit(const uint8_t* p, bool) : Values(p) {}
   static constexpr int kBytesOfX = 2 * kInt16Unit, kMost = INT16_MAX;
   static constexpr int kShareScale = kUnitsOfScale<Format> * kInt16Unit;
   static constexpr int kTimes = std::is_same_v<Format, Fp4Weight> ? 256 : 1;

@@ -120,7 +120,10 @@ Sets sets_of_cpu() {
     set.bf16 = &cpu::kAvx512Bf16;
     // on Intel vdpbf16ps has half the rate of the float FMA, on AMD its double
     const bool intel = __builtin_cpu_is("intel");
-    if (vnni && vbmi) set.dots_of_bf16 = intel ? cpu::kIntelBf16Dots : cpu::kAvx512Bf16Dots;
+    if (vnni && vbmi) {
+      set.dots_of_bf16 = intel ? cpu::kIntelBf16Dots : cpu::kAvx512Bf16Dots;
+      set.dots_of_int8 = cpu::kAvx512Bf16Int8Dots;
+    }
 #if defined(CUSTOM_PYPTO_AMX)
     set.name = "amx";
     set.tiles = &cpu::kAmx;
