@@ -45,7 +45,10 @@ INLINE void each_strip(const Dots& call, const Strip& strip) {
     for (; i + decltype(rows)::value <= call.m; i += decltype(rows)::value) strip(rows, i);
   };
   if constexpr (MOST >= 8) strips(std::integral_constant<int, 8>());
-  if constexpr (MOST >= 4) strips(std::integral_constant<int, 4>());
+  if constexpr (MOST >= 4) {
+    strips(std::integral_constant<int, 4>());
+    strips(std::integral_constant<int, 3>());
+  }
   if constexpr (MOST >= 2) strips(std::integral_constant<int, 2>());
   strips(std::integral_constant<int, 1>());
 }
