@@ -52,8 +52,8 @@ CHUNK = 512  # tokens of the context at once
 # a format of ours, and theirs of as many bits; stored: bfloat16; fp8: as published; fp4: as
 # published of DeepSeek-V4, the experts alone, fp8 and Q8_0 elsewhere
 LLAMA_FORMATS = {"stored": "BF16", "fp8": "Q8_0", "fp4": "MXFP4", "int8": "Q8_0", "int4": "Q4_K"}
-# ours with x in int8, too, as theirs always has it with weights of 8 and 4 bits; not in prompts
-ROUNDED = ("fp4", "int4")
+# ours with x in int8, too, as theirs always has it with weights of 8 and 4 bits
+ROUNDED = ("fp4", "int8", "int4")
 PUBLISHED = {"deepseek_v32": "fp8", "glm_moe_dsa": "fp8", V4: "fp4"}
 FEW = 4  # tokens at once, as of a draft or of some sequences
 EXPERTS = 32  # of 256: a token reads 8 of either, 6 of DeepSeek-V4
@@ -257,14 +257,12 @@ def measured(
         calls = {way: decode_call(call, cache, FEW) for way, call in ways.items()}
         token = partial(theirs.few_seconds, prompt)
         yield [f"{FEW} tokens at once{rounded}", *milliseconds(calls, token, repeats, STEPS)]
-    if activations:
-        return
     with server(program, file, prompts) as (url, _):
         theirs = Theirs(url)
         for count in PROMPTS:
             calls = {side: prefill_call(side, model, count) for side, model in sides.items()}
             whole = partial(theirs.prompt_seconds, prompt_ids(VOCABULARY, count)[0].tolist())
-            yield [f"prompt of {count}", *milliseconds(calls, whole, 1, 1)]
+            yield [f"prompt of {count}{rounded}", *milliseconds(calls, whole, 1, 1)]
 
 
 def quantize(program: Path, plain: Path, target: Path, theirs: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from floors import UNPACKING, WEIGHTS, here
+from floors import ROUNDED, UNPACKING, WEIGHTS, here
 from inputs import as_loaded, compare
 from measure import READ, Benchmark, Floor, interleaved, known, median_ms, ratio
 from model_sides import LAYER, layer_decode_call, layer_prefill_call
@@ -18,7 +18,7 @@ import custom_pypto
 from custom_pypto import models
 from custom_pypto.models.memory import empty
 from custom_pypto.models.weights.choice import layers_of
-from custom_pypto.models.weights.modules import convert, stored_parameters
+from custom_pypto.models.weights.modules import ROUNDING, convert, stored_parameters
 from custom_pypto.reference.weight_only_linear import FEW_TOKENS
 from custom_pypto.weight_formats import WEIGHT_FORMATS, values_of
 
@@ -26,11 +26,9 @@ from custom_pypto.weight_formats import WEIGHT_FORMATS, values_of
 ROWS, COLUMNS = 4096, 7168
 TOKENS = (1, 2, 4, 16, 64, 2048)
 KINDS = ("plain", *WEIGHT_FORMATS)
-# a format, and whether x is rounded to int8, too, as few tokens are for weights of 4 bits
+# a format, and whether x is rounded to int8, too
 WAYS = {kind: (kind, False) for kind in WEIGHT_FORMATS}
-WAYS |= {
-    f"{kind}, x in int8": (kind, True) for kind, form in WEIGHT_FORMATS.items() if form.codes > 1
-}
+WAYS |= {f"{kind}, x in int8": (kind, True) for kind in ROUNDING}
 EXPERTS = 8
 CONTEXTS = (4096, 65536)
 # shares of the plain layer in bfloat16
@@ -43,6 +41,12 @@ def both_as_loaded(values: torch.Tensor, scales: torch.Tensor | None) -> list[to
 
 
 # ---- linear layers ------------------------------------------------------------------------------
+
+
+def rounds(way: str, tokens: int) -> bool:
+    """Whether x is rounded to int8: for a weight in int8 in prompts alone."""
+    kind, int8_x = WAYS[way]
+    return int8_x and (kind != "int8" or tokens > FEW_TOKENS)
 
 
 class Linears:
@@ -61,8 +65,9 @@ class Linears:
     def compare(self) -> None:
         for kind, int8_x in WAYS.values():
             weight, scales = self.weights[kind]
-            call = dict(x=self.x[4], weight=weight, scales=scales, int8_x=int8_x)
-            compare("weight_only_linear", call)
+            for tokens in (4, 64):
+                call = dict(x=self.x[tokens], weight=weight, scales=scales, int8_x=int8_x)
+                compare("weight_only_linear", call)
 
     def error(self, way: str) -> float:
         """Of the product of a token, relative to that of the weight's values in float64."""
@@ -77,7 +82,7 @@ class Linears:
         calls = {
             way: partial(custom_pypto.weight_only_linear, x, *self.weights[kind], int8_x=int8_x)
             for way, (kind, int8_x) in WAYS.items()
-            if tokens <= FEW_TOKENS or not int8_x
+            if rounds(way, tokens) == int8_x
         }
         return calls | {"torch": lambda: functional.linear(x, self.plain)}
 
@@ -180,7 +185,7 @@ def linear_rows(repeats: int) -> Iterator[list[str]]:
     for way in (*WAYS, "torch"):
         ms = [median_ms(of[way], 1) if way in of else "-" for of in seconds]
         share, error = "-", "-"
-        if way in WAYS:
+        if way in WAYS and rounds(way, 1) == WAYS[way][1]:
             share = f"{linears.share_of_read(way, repeats):.2f}"
             error = f"{linears.error(way) * 100:.2f}"
         yield [way, *ms, share, error]
@@ -192,15 +197,23 @@ def linear_floors(repeats: int) -> Iterator[Floor]:
     for way, least in here(WEIGHTS).items():
         share = partial(linears.share_of_read, way, repeats)
         yield Floor(f"{way}, 1 token, of the read bandwidth", share, least)
+
+    def slowest_of(tokens: int, int8_x: bool) -> float:
+        seconds = linears.measured(tokens, repeats if tokens < 64 else 2)
+        ways = [way for way in WAYS if way in seconds and WAYS[way][1] == int8_x]
+        return min(ratio(seconds["torch"], seconds[way]) for way in ways)
+
     for tokens in TOKENS:
 
         def slowest(tokens=tokens) -> float:
-            seconds = linears.measured(tokens, repeats if tokens < 64 else 2)
-            return min(ratio(seconds["torch"], seconds[way]) for way in WAYS if way in seconds)
+            return slowest_of(tokens, int8_x=False)
 
         unpacks = tokens >= UNPACKING.get(torch.ops.custom_pypto.cpu_isa(), math.inf)
         least = 0.9 if unpacks else 1.0
         yield Floor(f"slowest format, {tokens} tokens, speedup over torch", slowest, least)
+    for tokens, least in here(ROUNDED).items():
+        rounded = partial(slowest_of, tokens, int8_x=True)
+        yield Floor(f"slowest, x in int8, {tokens} tokens, speedup over torch", rounded, least)
 
 
 @torch.no_grad()

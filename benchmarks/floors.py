@@ -87,6 +87,10 @@ WEIGHTS: dict[str, dict[str, float]] = {
 # of the time with AMX and 2048 tokens, on a Zen 4 up to 0.035 with 64 and 2048
 UNPACKING = dict(amx=2048, avx512_bf16=64)
 
+# where rows of x in int8 are multiplied as integers, at twice the rate of bfloat16; with 4 bits a
+# fifth of the multiplications are by scales
+ROUNDED = {64: dict(avx512_bf16=1.2), 2048: dict(avx512_bf16=1.15)}
+
 # at most, of ik_llama.cpp's time; the aim is 1. Medians of some calls in a virtual machine differ
 # by a tenth. Theirs has no kernels for AMX
 LLAMA = {

@@ -55,9 +55,9 @@ def weight_only_linear(
         block_size: rows and columns of a block of float8_e4m3fn, a multiple of 32 up to 1024. The
             bytes 0x7F and 0xFF, NaN in float8_e4m3fn, count as 480 and -480.
         int8_x: also rounds x to int8, to the nearest multiples of the largest magnitude over 127:
-            of each row for a weight in int8, if there are more than 16 tokens (W8A8: with AMX
-            prompts take less time); of each 32 values for one of 4 bits, if there are up to 16
-            (W4A8: without AMX tokens take less time). A row with NaN or infinity gives NaN.
+            of each row for a weight in int8, if there are more than 16 tokens (W8A8: with AMX or
+            VNNI prompts take less time); of each 32 values for one of 4 bits (W4A8: without AMX
+            tokens and prompts take less time). A row with NaN or infinity gives NaN.
     Returns:
         ``[.., N]``, with experts ``[.., k, N]``, in the dtype of x.
     Raises:

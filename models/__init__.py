@@ -115,9 +115,9 @@ def load(
             the layers.
         activations: ``"int8"``: layers and experts round what they multiply to int8: with weights
             in int8 each row, where there are more than 16 tokens, as in a prompt (W8A8); with
-            weights in int4 or fp4 each 32 values, where there are up to 16, as in a decode step
-            (W4A8). The first takes less time with AMX, the second without.
-            docs/weight_only_linear.md has times and errors. None: not.
+            weights in int4 or fp4 each 32 values (W4A8). The first takes less time with AMX, the
+            second with AVX2, both with VNNI. docs/weight_only_linear.md has times and errors.
+            None: not.
         revision: branch, tag or commit of a repository; None: its main branch.
         others: none; those of transformers' ``from_pretrained`` are rejected with what to pass
             instead.

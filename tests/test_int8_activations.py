@@ -19,9 +19,8 @@ from custom_pypto.weight_formats import WEIGHT_FORMATS
 linear = custom_pypto.weight_only_linear
 # the most tokens of a step, and the least of a prompt
 FEW, MANY = 16, 17
-# of which x is rounded: of int8 in a prompt, of 4 bits in a step
+# for so many tokens x is rounded; for int8 in a prompt alone
 ROUNDED = {"int8": MANY, "int4": FEW, "fp4": FEW}
-EXACT = {"int8": FEW, "int4": MANY, "fp4": MANY}
 every_kind = pytest.mark.parametrize("kind", ROUNDED)
 
 
@@ -47,7 +46,7 @@ def assert_equals_the_reference(call: dict) -> None:
 SHAPES = [(64, 128, 32), (70, 160, 17), (33, 1088, 50), (200, 64, 100), (1, 4224, 40)]
 SHAPES_OF_STEPS = [(64, 128, 1), (70, 160, 16), (33, 1088, 5), (200, 64, 2), (19, 4224, 9)]
 CASES = [("int8", shape) for shape in SHAPES]
-CASES += [(kind, shape) for kind in ("int4", "fp4") for shape in SHAPES_OF_STEPS]
+CASES += [(kind, shape) for kind in ("int4", "fp4") for shape in SHAPES_OF_STEPS + SHAPES]
 
 
 @pytest.mark.parametrize("kind, shape", CASES, ids=str)
@@ -57,10 +56,11 @@ def test_result_equals_the_reference(dtype, kind, shape):
     assert_equals_the_reference(made(*of_weight, kind=kind, rows=tokens, dtype=dtype))
 
 
-@pytest.mark.parametrize("tokens", [1, 6, FEW])
+@pytest.mark.parametrize("tokens", [1, 6, FEW, 70])
 @pytest.mark.parametrize("groups", [1, 3, 16])
 @pytest.mark.parametrize("group", [None, 32, 64, 128, 192, 256])
-def test_values_that_are_their_own_rounding_have_exact_products(group, groups, tokens):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_that_are_their_own_rounding_have_exact_products(dtype, group, groups, tokens):
     """Of weights of int4, or with no group of fp4."""
     g = torch.Generator().manual_seed(groups)
     columns = (group or 32) * groups
@@ -73,7 +73,7 @@ def test_values_that_are_their_own_rounding_have_exact_products(group, groups, t
     x = torch.randint(-127, 128, (tokens, columns), generator=g).float().unflatten(-1, (-1, 32))
     x[..., 5] = 127
     x *= 2.0 ** torch.randint(-20, 20, (tokens, columns // 32, 1), generator=g)
-    call = dict(x=x.flatten(-2), weight=weight, scales=scales)
+    call = dict(x=x.flatten(-2).to(dtype), weight=weight, scales=scales)
     got, want = linear(**call, int8_x=True), reference.weight_only_linear(**call)
     # float32 sums alone: not by what `int8_x` allows
     assert MODULES["weight_only_linear"].error(got, want, call, call)[0] <= 1
@@ -82,7 +82,7 @@ def test_values_that_are_their_own_rounding_have_exact_products(group, groups, t
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_kind
 def test_experts_equal_the_reference(kind, dtype):
-    tokens = 90 if kind == "int8" else FEW
+    tokens = 90
     call = made(3, 70, 192, kind=kind, rows=tokens, dtype=dtype)
     call["experts"] = torch.randint(-1, 4, (tokens, 2))
     call["experts"][: tokens * 2 // 3, 0] = 1  # the others have few
@@ -109,7 +109,7 @@ def test_the_number_of_tokens_says_what_is_rounded(kind):
     for tokens in (FEW, MANY):
         given = call | dict(x=call["x"][:tokens], experts=call["experts"][:tokens])
         exact = given | {"int8_x": False}
-        rounds = tokens == ROUNDED[kind]
+        rounds = kind != "int8" or tokens == MANY
         assert same_bits(linear(**given), linear(**exact)) == (not rounds)
         # tokens count, not their rows
         rows = given["x"][:, None].expand(-1, 3, -1).contiguous()
@@ -136,9 +136,10 @@ def test_the_largest_values_of_long_rows_overflow_nothing(columns):
     assert torch.equal(got, torch.full_like(got, 128 * columns))
 
 
-@every_kind
-def test_bits_do_not_depend_on_threads(kind):
-    tokens = 70 if kind == "int8" else 3
+@pytest.mark.parametrize(
+    "kind, tokens", [("int8", 70), *itertools.product(("int4", "fp4"), (3, 70))]
+)
+def test_bits_do_not_depend_on_threads(kind, tokens):
     call, bits, threads = made(300, 1024, kind=kind, rows=tokens), [], torch.get_num_threads()
     try:
         for count in (1, 2, 5):
@@ -206,8 +207,9 @@ def test_activations_of_a_model_are_rounded(weights, kind, saved):
     options = dict(dtype=torch.float32, weights=weights)
     plain = models.load(saved, **options)
     rounded = models.load(saved, activations="int8", **options)
-    assert torch.equal(logits(rounded, EXACT[kind]), logits(plain, EXACT[kind]))
-    assert not torch.equal(logits(rounded, ROUNDED[kind]), logits(plain, ROUNDED[kind]))
+    for tokens in (FEW, MANY):
+        rounds = kind != "int8" or tokens == MANY
+        assert torch.equal(logits(rounded, tokens), logits(plain, tokens)) == (not rounds)
     kinds = {name: m.kind for name, m in plain.named_modules() if getattr(m, "kind", None)}
     rounding = {name for name, m in rounded.named_modules() if getattr(m, "int8_x", False)}
     assert rounding == kinds.keys() and {*kinds.values()} == {kind}

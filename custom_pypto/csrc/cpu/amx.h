@@ -336,10 +336,12 @@ const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
                                   .stored = kStoredTiles,
                                   .arrange_few = arrange_few,
                                   .sum_groups = sum_groups_amx,
-                                  .round_panel = round_panel_amx,
-                                  .multiply_int8 = multiply_int8_amx,
                                   .enter = tile::enter,
                                   .leave = tile::leave};
+const Int8Products TILE_INT8 = {.round_panel = round_panel,
+                                .unit = 64,
+                                .most_quads = 1,
+                                .multiply = {nullptr, multiply_int8_amx}};
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -35,33 +35,6 @@ INLINE __m512i interleave(__m512i x) {
   return _mm512_permutexvar_epi16(order, x);
 }
 
-// transposes 16 x 16 elements
-INLINE void transpose16(__m512i* r) {
-  __m512i t[16];
-  UNROLL for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  // quarter q of r[i + c] is now column 4 q + c of the rows i to i + 3
-  UNROLL for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  UNROLL for (int c = 0; c < 4; ++c) {
-    const __m512i a = _mm512_shuffle_i32x4(r[c], r[c + 4], 0x44);
-    const __m512i b = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0x44);
-    t[c] = _mm512_shuffle_i32x4(a, b, 0x88);
-    t[c + 4] = _mm512_shuffle_i32x4(a, b, 0xDD);
-    const __m512i d = _mm512_shuffle_i32x4(r[c], r[c + 4], 0xEE);
-    const __m512i e = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0xEE);
-    t[c + 8] = _mm512_shuffle_i32x4(d, e, 0x88);
-    t[c + 12] = _mm512_shuffle_i32x4(d, e, 0xDD);
-  }
-  UNROLL for (int i = 0; i < 16; ++i) r[i] = t[i];
-}
-
 void pack_panel_bf16(const uint16_t* rows, int64_t stride, int count, int width, int dims,
                      uint32_t* panel) {
   for (int r = 0; r < width; r += 16) {

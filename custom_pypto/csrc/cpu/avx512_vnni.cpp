@@ -11,6 +11,7 @@
 
 #include "avx512.h"
 #include "int16_products.h"
+#include "vnni_products.h"
 #include "weights_bytes.h"
 
 namespace custom_pypto::cpu {
@@ -75,6 +76,12 @@ void index_int8(const IndexCall<uint8_t>& call) {
 
 const Int8Kernels<uint8_t> kAvx512Vnni = {.convert = shift, .index = index_int8};
 const Int16Kernels kAvx512VnniInt16 = kInt16Kernels<12>;
+const Int8Products kAvx512VnniInt8Products = {
+    .round_panel = round_panel,
+    .unit = kWeightUnit,
+    .most_quads = 4,
+    .multiply = {nullptr, multiply_vnni<Int8Weight>, nullptr, multiply_vnni<Int4Weight>,
+                 multiply_vnni<Fp4Weight>}};
 const DotsTable kAvx512VnniDots = kInt16Dots<ByteUnit>, kAvx512VnniInt8Dots = kInt8Dots;
 
 }  // namespace custom_pypto::cpu

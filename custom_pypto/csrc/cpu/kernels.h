@@ -191,23 +191,6 @@ using StoredKernel = void (*)(const StoredProduct&);
 // Of so many rows of x products with values of e2m1 read Dots::stored_scales.
 constexpr int kFewRows = 32;
 
-// out[i][w] = x[i] . weight[w] times the scales of both, of int8 rows of both.
-struct Int8Product {
-  const int8_t* weight;  // [n], `stride` apart
-  int64_t stride;
-  int n, depth;            // a multiple of 64, up to kMostInt8Depth
-  const float* scales;     // [n]
-  const uint32_t* panels;  // [depth / 4][16] quads of values of 16 rows of x, zeros behind the last
-  int64_t panel_stride;    // between panels
-  const float* x_scales;   // [width]
-  int m;                   // rows of x
-  int width;               // those of all panels
-  int32_t* sums;           // [n up to a multiple of 16][width], overwritten
-  uint16_t* const* out;    // [m]
-};
-
-constexpr int kMostInt8Depth = 1 << 17;  // whose sums fit in an integer
-
 // Of 16 heads of an indexer: which products are not zero or below, a bit each, and d_weights += the
 // sum over keys of d_scores * relu(products).
 struct ReluMasks {
@@ -291,11 +274,6 @@ struct Bf16Kernels {
   void (*arrange_few)(WeightFormat, int group, uint32_t* panel, int depth) = nullptr;
   // to[group][row] = the sums of the values of the rows of a panel, [depth / 2][16]
   void (*sum_groups)(const uint32_t* panel, int depth, int group, float* to) = nullptr;
-  // rows of x rounded to int8 as a panel of Int8Product, and their scales, by way of [16][depth]
-  // values
-  void (*round_panel)(const uint16_t* rows, int64_t stride, int count, int depth, int8_t* values,
-                      uint32_t* panel, float* scales) = nullptr;
-  void (*multiply_int8)(const Int8Product&) = nullptr;
   // around the calls of index, attend and multiply of one thread; null: nothing to do
   void (*enter)() = nullptr;
   void (*leave)() = nullptr;
@@ -351,6 +329,7 @@ struct Kernels {
   // at most one; null: int8 is widened to float
   const Int8Kernels<uint8_t>* int8_as_uint8 = nullptr;
   const Int8Kernels<int16_t>* int8_as_int16 = nullptr;
+  const Int8Products* int8_products = nullptr;
   const Int16Kernels* int16 = nullptr;  // of a policy that rounds x
   WeightPolicy ways = {};               // of products with stored weights
 };
@@ -384,6 +363,7 @@ OPTIONAL Kernels kAvx512;
 OPTIONAL Int8Kernels<int16_t> kAvx2Int8;
 OPTIONAL Int8Kernels<uint8_t> kAvx512Vnni;
 OPTIONAL Int16Kernels kAvx2Int16, kAvx512VnniInt16;
+OPTIONAL Int8Products kAvx512VnniInt8Products;
 OPTIONAL DotsTable kAvx512VnniDots, kAvx512VnniInt8Dots, kAvx2Int8Dots;
 #endif
 #if defined(__aarch64__)
@@ -395,6 +375,7 @@ OPTIONAL DotsTable kAvx512Bf16Dots, kIntelBf16Dots, kAvx512Bf16Int8Dots;
 #endif
 #if defined(CUSTOM_PYPTO_AMX)
 OPTIONAL Bf16Kernels kAmx, kAmxEmulated;
+OPTIONAL Int8Products kAmxInt8Products, kAmxEmulatedInt8Products;
 #endif
 
 }  // namespace custom_pypto::cpu

@@ -94,6 +94,44 @@ struct WeightKernels {
   void (*round)(const float* from, int64_t n, int64_t group, void* to, void* scales);
 };
 
+// Rows of x in bfloat16 that are rounded to int8 as a panel of Int8Product.
+struct Int8Rows {
+  const uint16_t* x;
+  int64_t stride;
+  int count, depth;  // up to 16 / quads rows
+  int part;          // values with a scale
+  int quads;
+  bool nibbles;  // of each part, values for the low bits of bytes come first
+};
+
+// out[i][w] = x[i] . weight[w], of such rows of x.
+struct Int8Product {
+  Dots weight;             // up to kMostInt8Depth values; its x and out are not used
+  const uint32_t* panels;  // [depth / 4 / quads][16 / quads][quads] of 4 values of 16 rows of x
+  int64_t panel_stride;    // between panels
+  int quads;               // 1; of 8 and 4 rows of x, where one scale is that of a row, 2 and 4
+  int parts;               // of a row of x, with a scale each
+  const float* x_scales;   // [panel][part][16]
+  const int32_t* x_sums;   // the same of the sums of their values
+  int m;                   // rows of x
+  int width;               // those of all panels
+  int32_t* sums;           // [n up to a multiple of kRowsOfSums][width], overwritten
+  uint16_t* const* out;    // [m]
+};
+
+constexpr int kRowsOfSums = 48;
+constexpr int kMostInt8Depth = 1 << 17;  // whose sums fit in an integer
+
+// Products of rows of x rounded to int8.
+struct Int8Products {
+  // values: [16][depth], overwritten
+  void (*round_panel)(const Int8Rows&, int8_t* values, uint32_t* panel, float* scales,
+                      int32_t* sums);
+  int unit;                                              // of which the depth is a multiple
+  int most_quads;                                        // of a panel
+  void (*multiply[kWeightFormats])(const Int8Product&);  // null: none
+};
+
 // The ways of rows of x for one matrix, by their number (docs/weight_only_linear.md, "CPU kernel").
 struct WeightWays {
   int64_t most_stored = 16;  // up to so many, kernels multiply the weight as it is stored

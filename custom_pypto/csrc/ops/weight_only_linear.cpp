@@ -69,7 +69,7 @@ namespace {
 constexpr char kOp[] = "weight_only_linear", kInvariant[] = "invariant_linear";
 constexpr int64_t kMostBlock = 1024;
 constexpr int64_t kMostDepth = 1 << 30;  // kernels count in int
-// up to so many, x is rounded to int8 for a weight of 4 bits, beyond for one of int8
+// beyond, x may be rounded to int8 for a weight of int8
 constexpr int64_t kFewTokens = 16;
 
 void check_operands(const char* op, const Tensor& x, const Tensor& weight, bool experts) {
@@ -147,7 +147,7 @@ Tensor weight_only_linear(const Tensor& x, const Tensor& weight, const OptionalT
                  .experts = experts,
                  .block_size = block_size,
                  .out = out,
-                 .int8_x = int8_x && int8 == (tokens > kFewTokens)});
+                 .int8_x = int8_x && (!int8 || tokens > kFewTokens)});
   }
   return out;
 }

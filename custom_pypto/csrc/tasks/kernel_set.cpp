@@ -104,6 +104,7 @@ Sets sets_of_cpu() {
   if (vnni) {
     vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
     vectors.int16 = &cpu::kAvx512VnniInt16;
+    vectors.int8_products = &cpu::kAvx512VnniInt8Products;
     vectors.dots[0] = cpu::kAvx512VnniDots;
     vectors.dots_of_int8 = cpu::kAvx512VnniInt8Dots;
     vectors.ways = kByInt16;
@@ -127,12 +128,15 @@ Sets sets_of_cpu() {
 #if defined(CUSTOM_PYPTO_AMX)
     set.name = "amx";
     set.tiles = &cpu::kAmx;
+    set.int8_products = &cpu::kAmxInt8Products;
     set.ways = kByTiles;
     if (amx) usable.push_back(set);
     set.name = "amx_emulated";
     set.tiles = &cpu::kAmxEmulated;
+    set.int8_products = &cpu::kAmxEmulatedInt8Products;
     if (vbmi && &cpu::kAmxEmulated) emulated.push_back(set);
     set.tiles = nullptr;
+    set.int8_products = vectors.int8_products;
 #endif
     set.name = "avx512_bf16";
     set.widens = intel;

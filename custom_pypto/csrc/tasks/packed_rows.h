@@ -13,6 +13,9 @@ class PackedRows {
  public:
   static constexpr int64_t kPanel = 16;  // rows of x, packed together
 
+  // of a weight, that meet `count` rows of x
+  static int64_t rows_of_task(int64_t count) { return count <= 64 ? 32 : 128; }
+
   explicit PackedRows(const StoredWeight& weight)
       : weight_(weight), kernels_(kernels().tiles ? kernels().tiles : kernels().bf16) {}
 

@@ -22,9 +22,8 @@ constexpr int64_t kRowsOfDots = 16, kBytesOfDots = 1 << 19;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
-// of a weight, per task of packed rows
-constexpr int64_t kFewTokens = 64, kRowsOfFewTokens = 32, kRowsOfTokens = 128;
-constexpr int64_t kMostOfInt8 = 8;  // rows of x; tiles multiply more in less time
+// rows of x in int8 that meet the weight as it is stored; tiles, or panels, take less time for more
+constexpr int64_t kMostBesideTiles = 8, kMostBesidePanels = 12;
 // rows of x of a turn: what a way makes of them stays in memory for all tasks
 constexpr int64_t kPartOfRows = 1024, kPartOfPackedRows = 512, kAllRows = int64_t{1} << 40;
 
@@ -172,9 +171,8 @@ class PackedWay {
           const Tensor x = product_.slice_of_x(rows[p], count, copy);
           packed_.pack(p, x.const_data_ptr<c10::BFloat16>(), x.stride(0), count, group.count);
         });
-    const auto tasks = product_.tasks(turn, [](const Group& group) {
-      return group.count <= kFewTokens ? kRowsOfFewTokens : kRowsOfTokens;
-    });
+    const auto tasks =
+        product_.tasks(turn, [](const Group& group) { return Rows::rows_of_task(group.count); });
     run_tasks(
         tasks.size(), [&] { return typename Rows::Scratch(packed_); },
         [&](typename Rows::Scratch& scratch, int64_t t) {
@@ -345,21 +343,22 @@ void multiply(const WeightOnlyParams& p) {
   const WeightProduct<T> product(p);
   const StoredWeight& weight = product.weight();
   if (p.int8_x) {
-    if constexpr (kHalves) {
-      if (Int8Panels::fit(weight)) {
-        return multiply<PackedWay<Int8Panels>>(product, product.groups());
+    const bool panels = kHalves && Int8Panels::fit(weight), stored = weight.dots_of_int8();
+    if (panels || (stored && (!kernels().tiles || product.rows_of_x() <= kMostBesideTiles))) {
+      std::vector<Group> few, many;
+      for (const Group& group : product.groups()) {
+        (panels && !(stored && group.count <= kMostBesidePanels) ? many : few).push_back(group);
       }
-    }
-    if (weight.dots_of_int8() && (!kernels().tiles || product.rows_of_x() <= kMostOfInt8)) {
-      return multiply<StoredWay<T>>(product, product.groups());
+      multiply<StoredWay<T>>(product, few, kPartOfRows);
+      if constexpr (kHalves) multiply<PackedWay<Int8Panels>>(product, many);
+      return;
     }
     using E = std::conditional_t<kHalves, T, float>;
-    constexpr auto kType = c10::CppTypeToScalarType<E>::value;
     const int64_t part = weight.format() == cpu::kInt8Weight ? weight.depth() : cpu::kWeightUnit;
     WeightOnlyParams rounded = p;
     rounded.int8_x = false;
-    rounded.x = rounded_to_int8(p.x, part).to(kType);
-    rounded.out = p.out.to(kType);
+    rounded.x = rounded_to_int8<T, E>(p.x, part);
+    rounded.out = p.out.to(rounded.x.scalar_type());
     multiply<E>(rounded);
     p.out.copy_(rounded.out);
     return;
