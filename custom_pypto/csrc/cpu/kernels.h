@@ -319,7 +319,7 @@ struct Kernels {
   // one more, before these, and those that are rounded to int8 their own.
   DotsTable dots_of_bf16 = nullptr, dots_of_int8 = nullptr;
   DotsTable dots[2];
-  int most_in_turn[kWeightFormats] = {}, near = 2048;  // of `Dots`
+  int most_in_turn[kWeightFormats] = {}, most_by_four = 0, near = 2048;  // of `Dots`
   // out[i][l] = the sum over d of x[i][d], float, * rows[d][l], in bfloat16; of m rows of x
   void (*add_rows)(const uint16_t* rows, int64_t stride, const void* const* x, int m, int depth,
                    int width, float* const* out);

@@ -34,6 +34,8 @@ struct Dots {
   // One row of x meets rows of up to so many values of the weight in turn, which are one stream;
   // else several at once, for which it is read once. The bits are the same.
   int most_in_turn;
+  // Several are four rows of up to so many values, where a format has eight of longer ones.
+  int most_by_four;
   int near;  // bytes that each of several streams is read ahead
   bool in_turn() const { return depth <= most_in_turn; }
 };

@@ -304,6 +304,7 @@ void dots_int16(const Dots& call) {
         });
       };
       if (ROWS == 1 && call.in_turn()) return each_tile_of_weight<1>(call, tile);
+      if (ROWS == 1 && call.depth <= call.most_by_four) return each_tile_of_weight<4>(call, tile);
       each_tile_of_weight<kWeights>(call, tile);
     });
   }

@@ -161,6 +161,7 @@ cpu::Dots StoredWeight::shape() const {
   call.has_offsets = has_offsets();
   const cpu::Kernels& set = custom_pypto::kernels();
   call.most_in_turn = set.most_in_turn[format_];
+  call.most_by_four = set.most_by_four;
   call.near = set.near;
   return call;
 }
