@@ -24,10 +24,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from custom_pypto import models
 from custom_pypto.models.mtp.gain import Counts
+from custom_pypto.models.weights.modules import round_activations
 
 LAYERS, EXPERTS, CACHED = 61, 256, 64
 DRAFTS, SEQUENCES = (1, 2, 3, 4), (8, 32)
-KINDS = ("int8", "int4", "fp4")  # in bfloat16 the experts alone are 22 GB
+# formats, and whether x is rounded to int8; in bfloat16 the experts alone are 22 GB
+WAYS = [("int8", False), ("int4", False), ("fp4", False), ("int4", True), ("fp4", True)]
 VARIETY = 4  # other tokens, and so other experts, in each round
 PROMPTS, MOST_DRAFTS = (512, 4096), 3  # of texts
 
@@ -67,8 +69,10 @@ class Tokens:
         return statistics.mean(counts)
 
 
-def of_kind(kind: str, repeats: int) -> Iterator[list[str]]:
+def of_kind(kind: str, int8_x: bool, repeats: int) -> Iterator[list[str]]:
     model, floats = layer(kind, EXPERTS), torch.ones(READ // 4)
+    if int8_x:
+        round_activations(model)
     # else what random heads attend to, the same for all tokens, would choose their experts
     model.get_input_embeddings().weight.data.mul_(1024)
     one = sum(x.nbytes for x in model.model.layers[0].mlp.experts.parameters()) / EXPERTS
@@ -84,7 +88,7 @@ def of_kind(kind: str, repeats: int) -> Iterator[list[str]]:
         step = took / first
         pays = f"{step - 1 + 1 / LAYERS:.2f}" if (sequences, new) == (1, 2) else "-"
         yield [
-            kind,
+            f"{kind}, x in int8" if int8_x else kind,
             f"{sequences} x {new}",
             f"{experts:.1f}",
             median_ms(seconds[sequences, new], 1),
@@ -96,8 +100,8 @@ def of_kind(kind: str, repeats: int) -> Iterator[list[str]]:
 
 def rows(threads: int, repeats: int) -> Iterator[list[str]]:
     torch.set_num_threads(threads)
-    for kind in KINDS:
-        yield from of_kind(kind, repeats)
+    for kind, int8_x in WAYS:
+        yield from of_kind(kind, int8_x, repeats)
         gc.collect()  # a patched model is a circle, and two do not fit
 
 

@@ -70,7 +70,7 @@ struct StripRow<Fp4Weight> {
 // Some rows of the weight, in a block of the depth.
 struct Strip {
   alignas(64) uint8_t bytes[kStripRows][kStripStride];
-  // of the groups of the block; 0 behind the last row
+  // of the groups of the block; behind the last row 0, or those of an earlier strip
   alignas(64) float scales[kStripRows][kMostParts] = {};
   alignas(64) float offsets[kStripRows][kMostParts] = {};
   int row;         // the first

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <vector>
 
+#include "quantize.h"
 #include "run_tasks.h"
 #include "stored_weight.h"
 #include "torch_product.h"
@@ -15,14 +15,7 @@ namespace custom_pypto {
 
 // Rounds values that share a scale to multiples of it; all become NaN if one is NaN or infinite.
 inline void round_to_int8(float* x, int64_t n) {
-  int32_t magnitude = 0;  // the bits of |x|, ordered as |x|, with NaN above infinity
-  for (int64_t i = 0; i < n; ++i) {
-    int32_t bits;
-    std::memcpy(&bits, x + i, 4);
-    magnitude = std::max(magnitude, bits & INT32_MAX);
-  }
-  float largest;
-  std::memcpy(&largest, &magnitude, 4);
+  const float largest = largest_magnitude(x, n);
   const bool finite = largest <= std::numeric_limits<float>::max();
   // below, the factor would leave the range of normal numbers
   const float factor = largest > 1e-30f && finite ? 127.0f / largest : 0.0f;
