@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "int8_products.h"
-#include "weight_formats.h"
+#include "weights_bytes.h"
 
 namespace custom_pypto::cpu {
 namespace {
@@ -15,57 +15,22 @@ constexpr int kStripRows = 24;                                          // of th
 constexpr int kMostBlock = 512, kMostParts = kMostBlock / kWeightUnit;  // of a row
 // bytes between rows, which would else fall in one set of the level-1 cache
 constexpr int kStripStride = kMostBlock + 64;
-constexpr int kNibbles = 128;  // values of 4 bits that are unpacked together
 
-INLINE __mmask64 first_bytes(int n) { return n < 64 ? (1ULL << n) - 1 : ~0ULL; }
-
-// Writes values of a row plus kOffset. Of kNibbles values of 4 bits those in the low bits of bytes
-// come first.
+// Writes values of a row plus ByteValues<Format>::kOffset, a unit at a time in its two halves.
 template <class Format>
-struct StripRow;
-
-template <>
-struct StripRow<Int8Weight> {
-  static constexpr int kOffset = 128;
-  static INLINE void unpack(const uint8_t* from, int n, uint8_t* to) {
-    const __m512i sign = _mm512_set1_epi8(-128);
-    for (int d = 0; d < n; d += 64) {
-      _mm512_store_si512(to + d, _mm512_maskz_loadu_epi8(first_bytes(n - d), from + d) ^ sign);
-    }
-  }
-};
-
-template <class Format>
-INLINE void unpack_nibbles(const uint8_t* from, int n, uint8_t* to) {
-  const __m512i low = _mm512_set1_epi8(15);
-  for (int d = 0; d < n; d += kNibbles) {
-    const __m512i codes = _mm512_maskz_loadu_epi8(first_bytes((n - d) / 2), from + d / 2);
-    _mm512_store_si512(to + d, StripRow<Format>::values(codes & low));
-    const __m512i high = _mm512_srli_epi16(codes, 4) & low;
-    _mm512_store_si512(to + d + kNibbles / 2, StripRow<Format>::values(high));
-  }
+INLINE void unpack_row(const uint8_t* from, int n, uint8_t* to) {
+  using Values = ByteValues<Format>;
+  const auto put = [&](const uint8_t* unit) INLINED {
+    const Values values(unit, false);
+    std::memcpy(to, &values.first, kHalf);
+    std::memcpy(to + kHalf, &values.second, kHalf);
+  };
+  for (; n >= kInt16Unit; n -= kInt16Unit, from += Values::kBytes, to += kInt16Unit) put(from);
+  if (n == 0) return;
+  uint8_t rest[Values::kBytes] = {};  // behind the last row there may be no memory
+  std::memcpy(rest, from, n / kWeightUnit * Format::kBytes);
+  put(rest);
 }
-
-template <>
-struct StripRow<Int4Weight> {
-  static constexpr int kOffset = 0;
-  static INLINE __m512i values(__m512i codes) { return codes; }
-  static INLINE void unpack(const uint8_t* from, int n, uint8_t* to) {
-    unpack_nibbles<Int4Weight>(from, n, to);
-  }
-};
-
-template <>
-struct StripRow<Fp4Weight> {
-  static constexpr int kOffset = 12;  // of twice e2m1
-  static INLINE __m512i values(__m512i codes) {
-    const __m128i table = _mm_set_epi8(0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12);
-    return _mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xFFFF, table), codes);
-  }
-  static INLINE void unpack(const uint8_t* from, int n, uint8_t* to) {
-    unpack_nibbles<Fp4Weight>(from, n, to);
-  }
-};
 
 // Some rows of the weight, in a block of the depth.
 struct Strip {
@@ -99,7 +64,7 @@ INLINE IntVec broadcast_quads(const uint8_t* bytes) {
 // ROWS rows of a strip, from `row` on, times VECS panels of x, from row `i` on.
 template <class Format, int QUADS, int ROWS, int VECS>
 INLINE void vnni_tile(const Int8Product& p, const Strip& strip, int row, int i, NextBlock& next) {
-  constexpr int kOffset = StripRow<Format>::kOffset;
+  constexpr int kOffset = ByteValues<Format>::kOffset;
   const uint32_t* panels = p.panels + i / 16 * p.panel_stride + 4 / QUADS * strip.begin;
   const uint8_t* bytes = strip.bytes[row];
   int32_t* sums = p.sums + static_cast<int64_t>(strip.row + row) * p.width + i;
@@ -160,7 +125,7 @@ INLINE void vnni_tile(const Int8Product& p, const Strip& strip, int row, int i, 
       }
       const int from = (part & ~3) * kWeightUnit + (part & 3) * (kWeightUnit / 2);
       add(from, kWeightUnit / 2);
-      add(from + kNibbles / 2, kWeightUnit / 2);
+      add(from + kHalf, kWeightUnit / 2);
       Vec of_x[VECS];
       UNROLL for (int v = 0; v < VECS; ++v) of_x[v] = scale_of_x(part, v);
       UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -213,9 +178,12 @@ INLINE void vnni_strip(const Int8Product& p, const Strip& strip, int rows, const
           std::integral_constant<int, kVecs>{}, i);
   }
   const int left = p.width - i;
-  if (left == 48) {
-    tiles(One{}, std::integral_constant<int, 8>{}, std::integral_constant<int, 3>{}, i);
-  } else if (left == 32) {
+  if constexpr (kVecs == 4) {
+    if (left == 48) {
+      return tiles(One{}, std::integral_constant<int, 8>{}, std::integral_constant<int, 3>{}, i);
+    }
+  }
+  if (left == 32) {
     tiles(One{}, std::integral_constant<int, kOneScale ? 12 : 6>{}, Two{}, i);
   } else if (left == 16) {
     tiles(One{}, std::integral_constant<int, 12>{}, One{}, i);
@@ -243,7 +211,7 @@ void multiply_vnni(const Int8Product& p) {
     const __mmask16 groups = first_lanes((strip.end - 1) / weight.group + 1 - group);
     for (int64_t r = 0; r < rows; ++r) {
       const uint8_t* from = weight.weight + (row + r) * weight.stride + bytes_of(d);
-      StripRow<Format>::unpack(from, n, strip.bytes[r]);
+      unpack_row<Format>(from, n, strip.bytes[r]);
       if (kOneScale) continue;
       const int64_t scales = (row + r) * weight.groups + group;
       const auto copy = [&](const float* of_rows, float* to) INLINED {
@@ -269,7 +237,7 @@ void multiply_vnni(const Int8Product& p) {
     }
   }
   if constexpr (kOneScale) {
-    write_scaled_rows(p, -StripRow<Format>::kOffset);
+    write_scaled_rows(p, -ByteValues<Format>::kOffset);
   } else {
     write_rows(p, [&](const __m512i* sums, int, int, __mmask16) INLINED { return (__m512)*sums; });
   }
